@@ -1,0 +1,88 @@
+# Every `check` has its `fix`. `make demo` and `make test` need nothing but Python >= 3.11.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+SRC    := pagewire router engine offline transfer_svc prefill_svc decode_svc kvstore kernels tests scripts examples bench
+# Test processes at once, one more than CI's cores since many tests wait; each file's tests stay together and in order.
+JOBS   ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40
+NATIVE_SOURCES := $(shell find kernels/cpu -name '*.py' -prune -o -type f -print)
+
+.PHONY: help demo test nightly soak check fix lint types contracts protos stubs stub-drift release-protos clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagewire needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+# A distribution of its own: without a C++ compiler pagewire runs on torch's kernels.
+$(VENV)/.native: $(NATIVE_SOURCES) | $(BIN)/python
+	@if ! command -v $${CXX:-c++} >/dev/null; then \
+	  echo "warning: no C++ compiler, so pagewire runs on its slower torch kernels"; \
+	elif ! $(PIP) install --quiet ./kernels/cpu; then \
+	  echo "warning: the native CPU kernels could not be built, so pagewire runs on its slower torch kernels"; \
+	fi
+	@touch $@
+
+# Not in [dev]: 240 MB. Its tests are skipped without it, so that CI runs none of them.
+$(VENV)/.nixl: $(VENV)/.dev
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[nixl]'
+	@touch $@
+
+demo: $(VENV)/.demo $(VENV)/.native  ## a real model through router, prefill and decode, one prompt
+	$(BIN)/python scripts/demo.py
+
+test: $(VENV)/.dev $(VENV)/.native  ## all tests that CI runs
+	$(PYTEST) -m "not nightly"
+
+nightly: $(VENV)/.dev $(VENV)/.nixl $(VENV)/.native  ## the long tests too, and those of NIXL
+	$(PYTEST)
+
+soak: $(VENV)/.dev $(VENV)/.native  ## random faults under load: MINUTES=10 SEED=7 BLOCK_SIZE=4
+	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(BLOCK_SIZE),--block-size $(BLOCK_SIZE))
+
+check: lint types contracts protos stub-drift  ## format, lint, types, import contracts, protos, stubs
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check $(SRC)
+	$(BIN)/ruff check $(SRC)
+
+fix: $(VENV)/.dev stubs  ## repair what `make check` can complain of
+	$(BIN)/ruff format $(SRC)
+	$(BIN)/ruff check --fix $(SRC)
+	$(BIN)/buf format -w
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+contracts: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+protos: $(VENV)/.dev
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/buf breaking --against protos/released.binpb
+
+stubs: $(VENV)/.dev
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python scripts/gen_stubs.py
+
+release-protos: $(VENV)/.dev  ## make today's protos what later ones must stay compatible with
+	$(BIN)/buf build -o protos/released.binpb
+
+stub-drift: $(VENV)/.dev
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python scripts/gen_stubs.py --check
+
+clean:  ## forget the environment
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,310 @@
+"""Compiles every Triton kernel ahead of time, without a GPU, and keeps what came out in `aot.csv`.
+
+    PYTHONPATH=. python bench/gpu/aot.py                     writes bench/gpu/aot.csv
+    PYTHONPATH=. python bench/gpu/aot.py --check             compiles and compares with it; exit 1 names the differences
+        [--kernel NAME ...] [--model NAME ...] [--arch 80 90 100]
+
+It calls the launchers themselves on CPU tensors of a model's shapes and takes the launch instead of a device: arguments
+are specialised as triton would on a GPU (pointers and integers divisible by 16, integers equal to 1). Registers and
+stack come from cuobjdump, instructions from the disassembly. A stack other than 0 means spills; shared memory must fit.
+"""
+
+import argparse
+import csv
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from engine.memory import KvLayout, KvMemory
+from kernels.triton import (
+    block_transfer,
+    decode_attention,
+    gated_activation,
+    kv_write,
+    logprobs,
+    philox,
+    prefill_attention,
+    rms_norm,
+    sample,
+)
+
+TABLE = Path(__file__).with_name("aot.csv")
+ARCHS = (80, 90, 100)
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a program may have: 163, 227, 227 KiB
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shapes that the kernels see. `window`: of its sliding layers. `attention_only`: just a head size."""
+
+    name: str
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    window: int | None = None
+    cap: float | None = None
+    gemma: bool = False
+    attention_only: bool = False
+
+
+MODELS = (
+    Model("Llama-3-8B", 4096, 32, 8, 128, 14336, 128256),
+    Model("Qwen3-8B", 4096, 32, 8, 128, 12288, 151936),
+    Model("Gemma-3-12B", 3840, 16, 8, 256, 15360, 262208, window=1024, gemma=True),
+    Model("heads of 64", 64, 32, 8, 64, 64, 64, attention_only=True),
+    Model("heads of 80", 64, 32, 32, 80, 64, 64, attention_only=True),
+    Model("heads of 96 capped", 64, 32, 32, 96, 64, 64, cap=50.0, attention_only=True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel. `loads`, `stores`, `matrix`: instructions in the machine code, as name x count."""
+
+    kernel: str
+    model: str
+    arch: int
+    warps: int
+    stages: int
+    registers: int
+    stack: int
+    shared: int
+    loads: str
+    stores: str
+    matrix: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher asked for."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[tuple[int, ...], list[list[Any]]]
+    options: dict[str, int]
+
+
+@contextmanager
+def recorded(arch: int) -> Iterator[list[Launch]]:
+    """Within it, launches are recorded as a device of that architecture would get them, and not run."""
+    launches: list[Launch] = []
+    run = JITFunction.run
+    for launcher in (decode_attention, prefill_attention):
+        launcher.device_arch = lambda device: arch
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append(_specialise(self, args, kwargs))
+
+    JITFunction.run = record
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+def _specialise(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in kwargs}
+    values.update(kwargs)
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        fixed = parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize)
+        if fixed:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        address = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if not fixed and isinstance(address, int) and address % 16 == 0 and not parameter.do_not_specialize:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return Launch(kernel, signature, constants, attributes, options)
+
+
+def launches(model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call of the launcher) of each op."""
+    tokens, dtype = 48, torch.bfloat16
+    layout = KvLayout(4, model.num_kv_heads, model.head_dim, 16, dtype)
+    memory = KvMemory(layout, 8)
+    k_cache, v_cache = memory.layer(1)
+
+    def floats(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=kind)
+
+    q, k, v = (floats(tokens, h, model.head_dim) for h in (model.num_heads, model.num_kv_heads, model.num_kv_heads))
+    wide, hidden = floats(tokens, model.ffn), floats(tokens, model.hidden)
+    activate = gated_activation.gelu_tanh_and_mul if model.gemma else gated_activation.silu_and_mul
+    angle = floats(tokens, model.head_dim // 2, kind=torch.float32)
+    ints, longs = torch.zeros(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64)
+    few, few_longs = ints[:2], longs[:2]
+    logits = floats(2, model.vocab, kind=torch.float32)
+    batch = {"cu_seqlens": ints, "kv_lens": ints[:-1], "block_tables": torch.zeros(tokens - 1, 256, dtype=torch.int32)}
+    common = {**batch, "scale": 0.1, "window": model.window, "cap": model.cap}
+    tiles = torch.zeros(4, 2, dtype=torch.int32)
+
+    yield (
+        "add_rms_norm",
+        lambda: rms_norm.add_rms_norm(hidden, hidden, floats(model.hidden), 1e-6, unit_offset=model.gemma),
+    )
+    yield "head_rms_norm", lambda: rms_norm.rms_norm(q, floats(model.head_dim), 1e-6, unit_offset=model.gemma)
+    yield activate.__name__, lambda: activate(wide, wide)
+    yield "rope_and_write_kv", lambda: kv_write.rope_and_write_kv(q, k, v, angle, angle, k_cache, v_cache, longs)
+    yield "decode_attention", lambda: decode_attention.decode_attention(q, k_cache, v_cache, max_kv_len=4096, **common)
+    yield "prefill_attention", lambda: prefill_attention.prefill_attention(q, k_cache, v_cache, tiles=tiles, **common)
+    yield (
+        "sample",
+        lambda: sample.sample(
+            logits,
+            logits_rows=few,
+            temperature=floats(2, kind=torch.float32),
+            seeds=few_longs,
+            positions=few_longs,
+            choices=few_longs,
+            vocab_size=model.vocab,
+        ),
+    )
+    yield (
+        "log_probabilities",
+        lambda: logprobs.log_probabilities(
+            logits, logits_rows=few, token_ids=few_longs, num_top=20, vocab_size=model.vocab
+        ),
+    )
+    yield "token_noise", lambda: philox.token_noise(model.vocab, seed=longs[:1], position=longs[:1], choice=longs[:1])
+    yield (
+        "gather_blocks",
+        lambda: block_transfer.gather_blocks(memory.blocks, few_longs, torch.zeros_like(memory.blocks)),
+    )
+
+
+def compile_all(kernels: list[str], models: list[str], archs: list[int]) -> Iterator[Row]:
+    """A row for every kernel that an op launches."""
+    for model in MODELS:
+        if models and model.name not in models:
+            continue
+        for name, call in launches(model):
+            if (kernels and name not in kernels) or (model.attention_only and not name.endswith("_attention")):
+                continue
+            for arch in archs:
+                with recorded(arch) as found:
+                    call()
+                for launch in found:
+                    full = f"{name}/{launch.kernel.__name__.strip('_').removesuffix('_kernel')}"
+                    yield compile_one(full, model.name, launch, arch)
+
+
+def compile_one(name: str, model: str, launch: Launch, arch: int) -> Row:
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _cuobjdump("--dump-resource-usage", file.name)
+        code = _cuobjdump("--dump-sass", file.name)
+    registers, stack = (int(number) for number in re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
+    return Row(
+        kernel=name,
+        model=model,
+        arch=arch,
+        warps=compiled.metadata.num_warps,
+        stages=compiled.metadata.num_stages,
+        registers=registers,
+        stack=stack,
+        shared=compiled.metadata.shared,
+        loads=_count(code, r"\b(LDG(?:STS)?\.E[.\w]*|UTMALDG[.\w]*)"),
+        stores=_count(code, r"\b(STG\.E[.\w]*|UTMASTG[.\w]*)"),
+        matrix=_count(code, r"\b((?:H|HG|UTCH)MMA)\b"),
+    )
+
+
+def _cuobjdump(*arguments: str) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def _count(code: str, pattern: str) -> str:
+    """ "128x4 64x1": memory instructions by their width in bits, others by name."""
+    found = Counter(_width(name) for name in re.findall(pattern, code))
+    return " ".join(f"{name}x{count}" for name, count in sorted(found.items()))
+
+
+def _width(instruction: str) -> str:
+    if not instruction.startswith(("LDG", "STG")):
+        return instruction
+    kind = "async" if instruction.startswith("LDGSTS") else ""
+    sizes = re.findall(r"\.(?:[US]?(8|16|64|128|256))(?=\.|$)", instruction)
+    return kind + (sizes[-1] if sizes else "32")
+
+
+def read_table() -> dict[tuple[str, str, int], Row]:
+    with TABLE.open(newline="") as file:
+        rows = [Row(**{f.name: f.type(line[f.name]) for f in fields(Row)}) for line in csv.DictReader(file)]
+    return {(row.kernel, row.model, row.arch): row for row in rows}
+
+
+def problems(row: Row) -> list[str]:
+    """What no kernel may have, whatever the table says."""
+    label = f"{row.kernel} {row.model} sm_{row.arch}"
+    found = [f"{label}: {row.stack} bytes of stack, so registers are spilled"] if row.stack else []
+    if row.shared > SHARED_LIMIT[row.arch]:
+        found.append(f"{label}: {row.shared} bytes of shared memory, at most {SHARED_LIMIT[row.arch]}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--kernel", nargs="*", default=[])
+    parser.add_argument("--model", nargs="*", default=[])
+    parser.add_argument("--arch", nargs="*", type=int, default=list(ARCHS))
+    options = parser.parse_args()
+    rows = []
+    wrong = []
+    table = read_table() if options.check else {}
+    for row in compile_all(options.kernel, options.model, options.arch):
+        print(row, flush=True)
+        rows.append(row)
+        wrong += problems(row)
+        if options.check and table.get((row.kernel, row.model, row.arch)) != row:
+            wrong.append(f"the table has {table.get((row.kernel, row.model, row.arch))}\n       compiled {row}")
+    if not options.check and not (options.kernel or options.model):
+        with TABLE.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow([field.name for field in fields(Row)])
+            writer.writerows([getattr(row, field.name) for field in fields(Row)] for row in rows)
+    print("\n".join(wrong) or f"{len(rows)} kernels, no spills, shared memory within limits")
+    return 1 if wrong or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Times the native CPU kernels against torch, in interleaved pairs, and against the memory's measured bandwidth.
+
+    .venv/bin/python bench/kernels_cpu.py --quick         a minute, prints a table
+    .venv/bin/python bench/kernels_cpu.py --out FILE      more pairs, and a CSV
+    .venv/bin/python bench/kernels_cpu.py --cpu-time      one thread, its CPU time: for a machine with other load
+
+A ratio above 1 means that native is faster. `floor` is the time over bytes / bandwidth (1.0: at the memory's limit); it
+means something where few rows are computed. Other load on the machine shows in the spread of the ratios.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import kernels.cpu
+from bench.machine import processor
+from kernels.cpu.native import NativeKernels, NativePlan
+from kernels.cpu.packed import PackedWeight
+from kernels.paged import AttentionPlan, PagedBatch, plan_attention
+from kernels.tiled import TiledKernels
+
+COLD_BYTES = 256 << 20  # weights cycled through, so that none is still in a cache
+
+LINEARS = {  # name: (out, in) of Qwen2-0.5B, and of Gemma 3 270M's head
+    "qkv": (1152, 896),
+    "o": (896, 896),
+    "gate_up": (9728, 896),
+    "down": (896, 4864),
+    "lm_head": (151936, 896),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    op: str
+    dtype: str
+    rows: int
+    native_us: float
+    torch_us: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    gigabytes_per_second: float
+    gigaflops: float
+    floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """How to time. `bandwidth` in bytes per second; `clock` the wall's, or this thread's CPU time."""
+
+    pairs: int
+    bandwidth: float
+    clock: Callable[[], float]
+
+
+def timed(clock: Callable[[], float], call: Callable[[int], object], count: int) -> float:
+    """Seconds per call of call(0), call(1) ..."""
+    start = clock()
+    for index in range(count):
+        call(index)
+    return (clock() - start) / count
+
+
+def compare(
+    bench: Bench, op: str, dtype: torch.dtype, rows: int,
+    native: Callable[[int], object], other: Callable[[int], object], *, num_bytes: int, flops: int,
+) -> Point:  # fmt: skip
+    """`pairs` interleaved pairs, each long enough to time."""
+    once = max(timed(bench.clock, native, 1), timed(bench.clock, native, 1), 1e-6)
+    timed(bench.clock, other, 1)
+    count = max(1, min(200, int(0.03 / once)))
+    natives, others = [], []
+    for _ in range(bench.pairs):
+        natives.append(timed(bench.clock, native, count))
+        others.append(timed(bench.clock, other, max(1, count // 2)))
+    ratios = sorted(o / n for n, o in zip(natives, others, strict=True))
+    best = statistics.median(natives)
+    return Point(
+        op, str(dtype).removeprefix("torch."), rows, best * 1e6, statistics.median(others) * 1e6,
+        statistics.median(ratios), ratios[0], ratios[-1],
+        num_bytes / best / 1e9, flops / best / 1e9, best / (num_bytes / bench.bandwidth),
+    )  # fmt: skip
+
+
+def linear_points(bench: Bench, native: NativeKernels, row_counts: list[int]) -> Iterator[Point]:
+    for name, (num_out, num_in) in LINEARS.items():
+        for dtype in (torch.bfloat16, torch.float32):
+            if name == "lm_head" and dtype == torch.float32:
+                continue  # 1.1 GB of weights twice
+            weight = torch.randn(num_out, num_in).to(dtype)
+            num_bytes = weight.numel() * dtype.itemsize
+            copies = max(1, -(-COLD_BYTES // num_bytes))
+            plain = [weight.clone() for _ in range(copies)]
+            packed = [native.pack(weight) for _ in range(copies)]
+            for rows in row_counts:
+                if name == "lm_head" and rows > 32:
+                    continue
+                x = torch.randn(rows, num_in).to(dtype)
+
+                def run_native(i: int, x: Tensor = x, packed: list[PackedWeight] = packed) -> object:
+                    return native.linear(x, packed[i % len(packed)])
+
+                def run_torch(i: int, x: Tensor = x, plain: list[Tensor] = plain) -> object:
+                    return F.linear(x, plain[i % len(plain)])
+
+                flops = 2 * rows * num_out * num_in
+                yield compare(bench, name, dtype, rows, run_native, run_torch, num_bytes=num_bytes, flops=flops)
+
+
+def attention_points(bench: Bench, native: NativeKernels, tiled: TiledKernels) -> Iterator[Point]:
+    """14 query heads on 2 kv heads of 64, decode steps and prefill of one prompt, against the torch set."""
+    dtype, block_size = torch.bfloat16, 16
+    for batch_size, query_len, context in ((1, 1, 4096), (8, 1, 1024), (32, 1, 512), (1, 512, 512), (1, 512, 2048)):
+        blocks = context // block_size
+        pool = torch.randn(batch_size * blocks, 2, 2, block_size, 64).to(dtype)
+        order = torch.randperm(batch_size * blocks).view(batch_size, blocks).tolist()
+        batch = PagedBatch.build([query_len] * batch_size, [context] * batch_size, order, block_size)
+        plan = native.plan_attention(batch, group_size=7, window=None)
+        tiled_plan = plan_attention(batch, group_size=7, window=None)
+        q = torch.randn(batch_size * query_len, 14, 64).to(dtype)
+        k, v = pool[:, 0], pool[:, 1]
+        visible = batch_size * (query_len * context - query_len * (query_len - 1) // 2)
+
+        def run_native(_: int, q: Tensor = q, k: Tensor = k, v: Tensor = v, plan: NativePlan = plan) -> object:
+            return native.paged_attention(q, k, v, plan, scale=0.125)
+
+        def run_tiled(_: int, q: Tensor = q, k: Tensor = k, v: Tensor = v, plan: AttentionPlan = tiled_plan) -> object:
+            return tiled.paged_attention(q, k, v, plan, scale=0.125)
+
+        yield compare(
+            bench, f"attention {context}", dtype, batch_size * query_len,
+            run_native, run_tiled,
+            num_bytes=batch_size * context * 2 * 2 * 64 * 2, flops=4 * visible * 14 * 64,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="about a minute")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--out", type=Path, help="write a CSV")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="one thread's CPU time, so that other load matters less"
+    )
+    options = parser.parse_args()
+    threads = 1 if options.cpu_time else options.threads
+    clock = time.thread_time if options.cpu_time else time.perf_counter
+    extension = kernels.cpu.load()
+    extension.configure_threads(threads)
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    native = NativeKernels(extension)
+    buffer = torch.ones(512 << 20, dtype=torch.uint8)
+    seconds = [timed(clock, lambda _: extension.module.read(buffer.data_ptr(), buffer.numel()), 1) for _ in range(5)]
+    bandwidth = buffer.numel() / statistics.median(seconds)
+    bench = Bench(3 if options.quick else 9, bandwidth, clock)
+    load = os.getloadavg()[0]
+    print(
+        f"{processor()}, {threads} threads, {extension.isa}, torch {torch.__version__}, "
+        f"read {bandwidth / 1e9:.1f} GB/s, load {load:.1f}"
+    )
+    row_counts = [1, 8, 32, 512] if options.quick else [1, 8, 16, 32, 128, 512]
+    points = []
+    print(
+        f"{'op':<16}{'dtype':<10}{'rows':>5}{'native us':>11}{'torch us':>11}{'ratio':>7}"
+        f"{'GB/s':>7}{'GFLOP/s':>9}{'floor':>7}"
+    )
+    for source in (linear_points(bench, native, row_counts), attention_points(bench, native, TiledKernels(threads))):
+        for p in source:
+            points.append(p)
+            print(
+                f"{p.op:<16}{p.dtype:<10}{p.rows:>5}{p.native_us:>11.0f}{p.torch_us:>11.0f}{p.ratio:>7.2f}"
+                f"{p.gigabytes_per_second:>7.1f}{p.gigaflops:>9.0f}{p.floor:>7.2f}",
+                flush=True,
+            )
+    if options.out:
+        with options.out.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["hardware", "threads", "isa", "bandwidth", "load", *(f.name for f in fields(Point))])
+            for p in points:
+                writer.writerow([processor(), threads, extension.isa, bandwidth, load, *astuple(p)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Builds an engine's parts from its options: config, weights, KV memory, pool, scheduler, runner, in this order."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.admission import SchedulerConfig
+from engine.kv_cache import KvCache
+from engine.lora.store import AdapterStore
+from engine.memory import KvLayout, KvMemory
+from engine.model_config import ModelConfig, load_model_config
+from engine.sample import SampledToken
+from engine.scheduler import Scheduler
+from engine.sequence import Schedule
+from engine.sizing import available_memory, size_pool
+from engine.speculation import Speculator
+from engine.tiers.build import build_tiers
+from engine.tiers.kv_tiers import KvTiers
+from kvstore.block_pool import BlockPool
+from kvstore.hashing import root_key
+from pagewire.config import EngineOptions
+from pagewire.speculative import SpeculativeConfig
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Executes a step on the device: block copies, forward, sampling. One list of tokens for each item."""
+
+    def execute(self, schedule: Schedule) -> list[list[SampledToken]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is put together from."""
+
+    config: ModelConfig
+    memory: KvMemory
+    kv_cache: KvCache
+    scheduler: Scheduler
+    runner: Runner
+    numerics_class: str
+    adapters: AdapterStore | None = None
+    tiers: KvTiers | None = None
+
+
+def build_parts(options: EngineOptions, progress: Progress | None = None) -> EngineParts:
+    """Loads the model and sizes everything. Raises EngineError (ModelError for a model that cannot be served)."""
+    # Here, not above: an engine on a fake runner needs none of it.
+    from engine.kernel_set import load_kernel_set
+    from engine.lora.build import build_adapters
+    from engine.models.registry import load_model
+    from engine.runner import ModelRunner, set_cpu_threads
+    from engine.sampler import Sampler
+    from engine.weights import weights_digest
+
+    quantization = None if options.quantization == "none" else options.quantization
+    kernels = load_kernel_set(options.kernels, set_cpu_threads(options.cpu_threads), quantization)
+    config = load_model_config(options.model, dtype=options.dtype)
+    digest = weights_digest(config.path, progress=progress)
+    model = load_model(config, kernels, progress=progress, digest=digest, packed_cache_bytes=options.packed_cache_bytes)
+    adapters, slots = build_adapters(options, config, model) if options.enable_lora else (None, None)
+    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype)
+    size = size_pool(
+        block_bytes=layout.block_bytes,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_position=config.max_position,
+        max_model_len=options.max_model_len,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+        kv_cache_memory_share=options.kv_cache_memory_share,
+        available_bytes=max(0, available_memory() - (0 if slots is None else slots.num_layer_bytes)),
+    )
+    root = root_key(
+        weights_digest=digest,
+        kv_config=config.kv_config(),
+        compute_dtype=config.dtype_name,
+        kv_dtype=config.dtype_name,
+        quantization=options.quantization,
+        block_size=options.block_size,
+        group_layout=f"0:full:{config.num_layers}",
+    )
+    memory = KvMemory(layout, size.num_blocks, options.kv_pool_backing)
+    pool = BlockPool(size.num_blocks, enable_caching=options.enable_prefix_caching, generations=memory.generations)
+    kv_cache = KvCache(pool, root, options.block_size)
+    speculative = options.speculative_config
+    speculator = None if speculative is None else Speculator(SpeculativeConfig.parse(speculative))
+    runner = ModelRunner(config, model, memory, Sampler(config.vocab_size), slots)
+    tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
+    scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
+    return EngineParts(config, memory, kv_cache, scheduler, runner, runner.numerics_class, adapters, tiers)
+
+
+def scheduler_config(options: EngineOptions, config: ModelConfig, max_model_len: int) -> SchedulerConfig:
+    """The scheduler's limits; `max_num_seqs` is lowered to what a step's tokens allow, with a log line."""
+    if options.max_num_seqs > options.max_num_batched_tokens:
+        logger.warning(
+            "max_num_seqs lowered from %d to max_num_batched_tokens = %d: "
+            "every running sequence takes part in every step",
+            options.max_num_seqs,
+            options.max_num_batched_tokens,
+        )
+        options = options.model_copy(update={"max_num_seqs": options.max_num_batched_tokens})
+    return SchedulerConfig(
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        block_size=options.block_size,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(config.eos_token_ids),
+        vocab_size=config.vocab_size,
+        max_loras=options.max_loras if options.enable_lora else 0,
+    )

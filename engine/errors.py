@@ -1,0 +1,25 @@
+"""Why the engine does not take a request.
+
+EngineError
+├── RequestRefused (also a ValueError): it can never run; names field, value and limit
+└── EngineStopped: the loop has ended
+"""
+
+
+class EngineError(Exception):
+    """Base of everything the engine raises on purpose."""
+
+
+class RequestRefused(EngineError, ValueError):
+    """The request can never run here. `field` is the request's field; `value` and `limit` are its numbers."""
+
+    def __init__(self, field: str, description: str, *, value: int | str = "", limit: int | None = None) -> None:
+        super().__init__(f"{field}: {description}")
+        self.field = field
+        self.description = description
+        self.value = value
+        self.limit = limit
+
+
+class EngineStopped(EngineError):
+    """The engine's loop does not run (any more)."""

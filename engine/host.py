@@ -1,0 +1,319 @@
+"""An engine inside a worker process: the hop between event loop and device thread, the index, the load.
+
+event loop ── add, abort ──► EngineLoop (device thread)
+event loop ◄── one call_soon_threadsafe per step ── prepare(step), on the device thread
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from engine.engine import Engine
+from engine.errors import EngineError, RequestRefused
+from engine.loop import EngineLoop
+from engine.quarantine import Quarantine
+from engine.request import EngineLoad, EngineRequest, StepOutput
+from engine.threads import run_to_the_end
+from engine.tiers.report import TierReport
+from kvstore.hashing import index_key
+from kvstore.index import IndexPublisher
+from kvstore.registry import WorkerRecord
+from pagewire.grammar import GrammarError
+from pagewire.metrics import WorkerMetrics
+from pagewire.trace import new_error_id
+from pagewire.worker_view import WorkerDescription, WorkerFingerprint, WorkerRole
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_NUM_TRANSFER_THREADS = 4
+_NUM_PEER_THREADS = 32  # started when needed; most of them only wait
+
+logger = logging.getLogger(__name__)
+
+
+class SequencedPublisher(IndexPublisher, Protocol):
+    """A publisher that numbers what it publishes."""
+
+    @property
+    def record(self) -> WorkerRecord: ...
+
+
+class EngineHost(Generic[T]):
+    """Runs an engine for one event loop; everything but `prepare` happens on that loop.
+
+    `prepare` sees each step on the device thread before anything else can happen to its blocks; what it returns goes
+    to `on_step` on the event loop. When either raises, the requests of that step are failed; `prepare` must raise
+    before it takes over `held` blocks. A device thread that cannot go on says so in `engine.death`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: WorkerMetrics,
+        *,
+        prepare: Callable[[StepOutput], T],
+        on_step: Callable[[StepOutput, T], None],
+    ) -> None:
+        self.engine = engine
+        self.kv_cache = engine.kv_cache
+        self.memory = engine.memory
+        self._metrics = metrics
+        metrics.cache_config(
+            block_size=self.kv_cache.block_size,
+            num_blocks=self.kv_cache.num_blocks,
+            enable_caching=self.kv_cache.enable_caching,
+        )
+        self._num_preemptions = 0
+        self._prepare = prepare
+        self._on_step = on_step
+        self._engine_loop = EngineLoop(engine, self._deliver)
+        self._threads = ThreadPoolExecutor(_NUM_TRANSFER_THREADS, thread_name_prefix="transfer")
+        self._peer_threads = ThreadPoolExecutor(_NUM_PEER_THREADS, thread_name_prefix="peer")
+        self.quarantine = Quarantine(self.kv_cache, self.announce)
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._adapter_thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._compiling: dict[str, asyncio.Task[None]] = {}
+        self._compilations: set[asyncio.Task[None]] = set()
+        self._publisher: SequencedPublisher | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._flush_is_due = False
+        self._tier_report = TierReport(engine.tiers, metrics)
+        self._changed = asyncio.Event()
+        self._load = EngineLoad(num_free_blocks=self.kv_cache.num_free, num_blocks=self.kv_cache.num_blocks)
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the last step."""
+        return self._load
+
+    @property
+    def publisher(self) -> SequencedPublisher | None:
+        return self._publisher
+
+    async def start(self, publisher: SequencedPublisher | None = None) -> None:
+        """Starts the device thread and, if there is one, the publisher."""
+        self._loop = asyncio.get_running_loop()
+        self._publisher = publisher
+        if self.engine.tiers is not None:
+            self.engine.tiers.tier_changed = self._tier_changed
+        self._engine_loop.start()
+        if publisher is not None:
+            await publisher.start()
+
+    def supervise(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task that the worker cannot do without: should it fail, the process ends instead of limping on."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                logger.critical("task %s cannot go on", name, exc_info=error)
+                self.engine.die(error)
+
+        return asyncio.create_task(run(), name=name)
+
+    async def stop_engine(self) -> None:
+        """Ends the device thread; what still runs fails. Returns after its last step was handed on."""
+        for task in self._compilations:
+            task.cancel()
+        await asyncio.gather(*self._compilations, return_exceptions=True)
+        await self.in_thread(self._engine_loop.stop)
+        await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        """Ends the publisher and the transfer threads, after `stop_engine` and the planes."""
+        await self.quarantine.stop()
+        self.flush_events()
+        if self._publisher is not None:
+            await self._publisher.stop()
+        for threads in (self._grammar_thread, self._adapter_thread):
+            await self.in_thread(partial(threads.shutdown, cancel_futures=True))
+        self._threads.shutdown(wait=True)
+        self._peer_threads.shutdown(wait=True)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queues a request; raises RequestRefused. `adopted` blocks are the engine's in either case."""
+        if request.params.structured_output is None:
+            self._engine_loop.add(request)
+            return
+        try:
+            self.engine.check(request)
+        except RequestRefused:
+            self.engine.release_adopted(request)
+            raise
+        task = asyncio.get_running_loop().create_task(self._add_compiled(request), name="grammar")
+        self._compiling[request.request_id] = task
+        self._compilations.add(task)
+        task.add_done_callback(lambda task: self._compiled(task, request))
+
+    def _compiled(self, task: asyncio.Task[None], request: EngineRequest) -> None:
+        self._compilations.discard(task)
+        if task.cancelled():
+            self.engine.release_adopted(request)
+
+    async def _add_compiled(self, request: EngineRequest) -> None:
+        """Its grammar is compiled on a thread of its own, so that nobody else waits for it."""
+        request_id, structure = request.request_id, request.params.structured_output
+        if structure is None:
+            raise ValueError(f"request {request_id} has no structured output")
+        field, loop = "", asyncio.get_running_loop()
+        try:
+            grammar = await loop.run_in_executor(self._grammar_thread, self.engine.grammars.compile, structure)
+            self._compiling.pop(request_id, None)
+            self._engine_loop.add(replace(request, grammar=grammar))
+            return
+        except EngineError as error:
+            reason = str(error)  # the loop has released what was adopted
+        except Exception as error:
+            self.engine.release_adopted(request)
+            reason = str(error)
+            if isinstance(error, GrammarError):
+                field = f"params.structured_output.{structure.kind}"
+            else:
+                logger.exception("the grammar of request %s could not be compiled", request_id)
+        self._compiling.pop(request_id, None)
+        self._engine_loop.fail([request_id], reason, field=field)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request within one step; unknown ids are fine."""
+        if (task := self._compiling.pop(request_id, None)) is not None:
+            task.cancel()  # if it waits for the thread it need not any more
+        self._engine_loop.abort(request_id)
+
+    async def in_thread(
+        self, function: Callable[..., R], *arguments: Any, on_cancel: Callable[[], None] | None = None
+    ) -> R:
+        """Runs `function` on a transfer thread and does not return before it has ended, even when cancelled.
+
+        `on_cancel` may ask it to end early.
+
+        What it reads and writes are KV blocks: they must not be given back under a thread that still runs.
+        """
+        return await run_to_the_end(self._threads, function, *arguments, on_cancel=on_cancel)
+
+    async def in_adapter_thread(self, function: Callable[[], R]) -> R:
+        """As `in_thread`, on the one thread that reads adapters: transfers must not wait for files."""
+        return await run_to_the_end(self._adapter_thread, function, on_cancel=None)
+
+    async def in_peer_thread(
+        self, function: Callable[..., R], *arguments: Any, on_cancel: Callable[[], None] | None = None
+    ) -> R:
+        """As `in_thread`, for what may wait for another worker: a frozen one must not stop this one's own work."""
+        return await run_to_the_end(self._peer_threads, function, *arguments, on_cancel=on_cancel)
+
+    async def reset_prefix_cache(self) -> int:
+        """Forgets all cached blocks that nobody references, in every tier."""
+        num_blocks = await self.in_thread(self.engine.reset_prefix_cache)
+        self.flush_events()
+        return num_blocks
+
+    def flush_events(self) -> None:
+        """Publishes what changed in the cache. Only ever called on the event loop, so events stay in order."""
+        events = self.engine.take_events()
+        if events and self._publisher is not None:
+            self._publisher.publish(events)
+
+    def _tier_changed(self) -> None:
+        """On a tier's thread: idle workers publish too. One flush at a time waits for the event loop."""
+        if not self._flush_is_due and self._loop is not None:
+            self._flush_is_due = True
+            with suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(self._flush_tiers)
+
+    def _flush_tiers(self) -> None:
+        self._flush_is_due = False
+        self.flush_events()
+        self._tier_report.observe()
+
+    def cached_keys(self) -> tuple[list[bytes], int]:
+        """Index keys of all cached blocks, and the seq of the last event the publisher wrote."""
+        self.flush_events()
+        seq = 0 if self._publisher is None else self._publisher.record.seq
+        return [index_key(key) for key in self.kv_cache.cached_keys()], seq
+
+    async def quiesce(self) -> None:
+        """Returns when the index has everything that has happened so far."""
+        self.flush_events()
+        if self._publisher is not None:
+            await self._publisher.quiesce()
+
+    def announce(self) -> None:
+        """Wakes everybody who waits for a change."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_for_change(self) -> None:
+        """Returns after the next step or announcement."""
+        await self._changed.wait()
+
+    def _deliver(self, step: StepOutput) -> None:
+        prepared = self._prepare(step)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._take, step, prepared)
+
+    def _take(self, step: StepOutput, prepared: T) -> None:
+        self._load = step.load
+        try:
+            self.flush_events()
+            self._observe(step)
+            self._on_step(step, prepared)
+        except Exception as error:
+            error_id = new_error_id()
+            fields = {"error_id": error_id}
+            logger.exception("a step's output could not be handed on; its requests are given up", extra=fields)
+            if step.request_ids() != sorted(failed.request_id for failed in step.failed):  # else it fails at failing
+                reason = f"its output was lost: {type(error).__name__}: {error}"
+                self._engine_loop.fail(step.request_ids(), reason, error_id=error_id)
+        self.announce()
+
+    def _observe(self, step: StepOutput) -> None:
+        metrics, load = self._metrics, step.load
+        metrics.num_requests_running.set(load.num_running)
+        metrics.num_requests_waiting.set(load.num_waiting)
+        metrics.kv_cache_usage(1 - self.kv_cache.num_free / self.kv_cache.num_blocks)
+        metrics.generation_tokens.inc(len(step.tokens))
+        if step.drafts:
+            metrics.spec_decode_num_drafts.inc(len(step.drafts))
+            metrics.spec_decode_num_draft_tokens.inc(sum(drafted for drafted, _ in step.drafts))
+            metrics.spec_decode_num_accepted_tokens.inc(sum(accepted for _, accepted in step.drafts))
+        if step.seconds:
+            metrics.step_seconds.observe(step.seconds)
+        self._tier_report.observe()
+        if self.engine.adapters is not None:
+            max_loras = self.engine.scheduler.config.max_loras
+            metrics.lora_requests_info(max_loras, load.running_adapters, load.waiting_adapters)
+        num_preemptions = self.engine.scheduler.num_preemptions
+        metrics.num_preemptions.inc(num_preemptions - self._num_preemptions)
+        self._num_preemptions = num_preemptions
+
+
+def describe(
+    engine: Engine, *, role: WorkerRole, worker_id: str, incarnation: int, endpoint: str, model: str
+) -> WorkerDescription:
+    """Everything about a worker that is fixed for the life of its process."""
+    limits = engine.scheduler.config
+    return WorkerDescription(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        role=role,
+        endpoint=endpoint,
+        model=model,
+        fingerprint=WorkerFingerprint(
+            root=engine.root,
+            layout_id=engine.layout_id,
+            numerics_class=engine.numerics_class,
+            block_size=engine.kv_cache.block_size,
+            block_bytes=(int(engine.memory.buffer.shape[1]),),
+        ),
+        max_model_len=limits.max_model_len,
+        num_blocks=engine.kv_cache.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        vocab_size=engine.config.vocab_size,
+    )

@@ -1,0 +1,103 @@
+"""The kernels a model runs on: what layers ask of every kernel set, and which one to use."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from engine import kernels_package  # noqa: F401  (first: says plainly when `kernels` is not ours)
+from engine.model_config import Activation, ModelError
+from engine.plain_kernels import KernelSet, PlainKernels
+from kernels import cpu, reference
+from kernels.int8 import Quantization
+from kernels.lora import Lora
+from kernels.paged import PagedBatch
+from kernels.tiled import TiledKernels
+
+__all__ = ["KernelSet", "ModelKernels", "load_kernel_set", "numerics_class"]
+
+logger = logging.getLogger(__name__)
+
+KernelsName = Literal["auto", "native", "torch", "reference"]
+
+
+class ModelKernels(Protocol):
+    """What the layers are written with. `pack` makes weights, `plan_attention` plans: each set's own, opaque here."""
+
+    @property
+    def NAME(self) -> str: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def quantization(self) -> Quantization | None: ...
+    def pack(self, *weights: Tensor, biases: Sequence[Tensor] = (), gated: bool = False) -> Any: ...
+    def linear(self, x: Tensor, weight: Any, *, residual: Tensor | None = None, lora: Lora | None = None) -> Tensor: ...
+    def gated_linear(self, x: Tensor, weight: Any, activation: Activation, *, lora: Lora | None = None) -> Tensor: ...
+    def logits(self, x: Tensor, weight: Any, *, lora: Lora | None = None) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor: ...
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]: ...
+    def rope_tables(self, positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]: ...
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        unit_offset: bool = False,
+    ) -> Tensor: ...
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor: ...
+    def embedding(
+        self, ids: Tensor, weight: Any, scale: float | None = None, *, lora: Lora | None = None
+    ) -> Tensor: ...
+    def plan_attention(self, batch: PagedBatch, *, group_size: int, window: int | None) -> Any: ...
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, *, scale: float, cap: float | None = None
+    ) -> Tensor: ...
+
+
+def load_kernel_set(name: str, threads: int = 1, quantization: Quantization | None = None) -> ModelKernels:
+    """The kernel set `name`, its ops on `threads` threads, its weights quantized on packing. Raises ModelError.
+
+    native       kernels/cpu, on the instruction set PAGEWIRE_CPU_ISA or the best one here
+    torch        kernels/tiled.py
+    reference    the float64 oracle
+    auto         native where it runs, else torch with a warning in the log
+    """
+    if name == "native" or (name == "auto" and cpu.available()):
+        return _native(threads, quantization)
+    if name == "auto" and os.environ.get("PAGEWIRE_CPU_ISA") != "torch":
+        logger.warning("running on the slower torch kernels: %s", cpu.why_unavailable())
+    if name in ("auto", "torch"):
+        return PlainKernels(TiledKernels(threads), quantization)
+    if name == "reference":
+        return PlainKernels(reference, quantization)
+    raise ModelError(f"kernels {name!r} is not known; known are auto, native, torch, reference")
+
+
+def _native(threads: int, quantization: Quantization | None) -> ModelKernels:
+    from kernels.cpu.native import NativeKernels
+
+    try:
+        extension = cpu.load()
+    except ImportError as error:
+        raise ModelError(f"kernels = native: {error}") from error
+    extension.configure_threads(threads)
+    torch.set_num_threads(1)  # its few small ops would only wake a second pool
+    return NativeKernels(extension, quantization)
+
+
+def numerics_class(kernels: ModelKernels, dtype: torch.dtype) -> str:
+    """Within one class logits are bitwise equal on every path (DESIGN §4)."""
+    quantized = f"+{kernels.quantization}" if kernels.quantization else ""
+    return f"{str(dtype).removeprefix('torch.')}{quantized}/{kernels.NAME}/{kernels.isa}/tp1"

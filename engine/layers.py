@@ -1,0 +1,130 @@
+"""The building blocks of the models: weights plus a kernel set. Activations are [tokens, ...], never padded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from engine.kernel_set import ModelKernels
+from engine.lora.step import LoraStep
+from engine.memory import KvMemory
+from engine.model_config import ModelConfig
+from engine.rope import RopeConfig, inverse_frequencies
+from engine.weight_source import Projection, WeightSource
+from kernels.lora import Lora
+from kernels.paged import PagedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What all layers of one step share: the batch, the rotary tables and the attention plans of its layer kinds."""
+
+    batch: PagedBatch
+    memory: KvMemory
+    tables: Mapping[RopeConfig, tuple[Tensor, Tensor]]
+    plans: Mapping[int | None, Any]
+    adapters: LoraStep | None = None
+
+    def lora(self, names: tuple[str, ...]) -> Lora | None:
+        """What the batch's adapters add to the projection made of these matrices; None if nothing."""
+        return None if self.adapters is None else self.adapters.of(names)
+
+    @staticmethod
+    def build(
+        config: ModelConfig,
+        kernels: ModelKernels,
+        batch: PagedBatch,
+        positions: Tensor,
+        memory: KvMemory,
+        adapters: LoraStep | None = None,
+    ) -> "StepContext":
+        tables = {}
+        for rope in dict.fromkeys(config.layer_ropes):
+            inv_freq, scaling = inverse_frequencies(rope, config.head_dim)
+            tables[rope] = kernels.rope_tables(positions, inv_freq, scaling)
+        plans = {
+            window: kernels.plan_attention(batch, group_size=config.group_size, window=window)
+            for window in dict.fromkeys(config.layer_windows)
+        }
+        return StepContext(batch, memory, tables, plans, adapters)
+
+
+class RmsNorm:
+    """Root-mean-square norm over the last dimension, of x or of x + residual."""
+
+    def __init__(self, kernels: ModelKernels, weights: WeightSource, name: str, size: int, config: ModelConfig) -> None:
+        self._kernels = kernels
+        self._eps = config.norm_eps
+        self._unit_offset = config.norm_unit_offset
+        self.weight = weights.take(f"{name}.weight", (size,))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._kernels.rms_norm(x, self.weight, self._eps, unit_offset=self._unit_offset)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)."""
+        return self._kernels.add_rms_norm(x, residual, self.weight, self._eps, unit_offset=self._unit_offset)
+
+
+class GatedMlp:
+    """down(act(gate(x)) · up(x)), plus the residual if there is one."""
+
+    def __init__(self, kernels: ModelKernels, weights: WeightSource, name: str, config: ModelConfig) -> None:
+        hidden, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self._kernels = kernels
+        self._activation = config.activation
+        self._gate_up_names = (f"{name}.gate_proj", f"{name}.up_proj")
+        self._down_names = (f"{name}.down_proj",)
+        self.gate_up = weights.pack(Projection(self._gate_up_names, (ffn, ffn), hidden, bias=bias, gated=True))
+        self.down = weights.pack(Projection(self._down_names, (hidden,), ffn, bias=bias))
+
+    def __call__(self, x: Tensor, step: StepContext, residual: Tensor | None = None) -> Tensor:
+        lora = step.lora(self._gate_up_names)
+        activated = self._kernels.gated_linear(x, self.gate_up, self._activation, lora=lora)
+        return self._kernels.linear(activated, self.down, residual=residual, lora=step.lora(self._down_names))
+
+
+class Attention:
+    """Causal self-attention over the paged cache: project, norm q and k if the family does, rotate, store, attend."""
+
+    def __init__(
+        self, kernels: ModelKernels, weights: WeightSource, name: str, layer: int, config: ModelConfig
+    ) -> None:
+        self._kernels = kernels
+        self._config = config
+        self._layer = layer
+        self._rope = config.layer_ropes[layer]
+        self._window = config.layer_windows[layer]
+        hidden, head_dim = config.hidden_size, config.head_dim
+        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self._qkv_names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        self._o_names = (f"{name}.o_proj",)
+        self.qkv = weights.pack(Projection(self._qkv_names, (q_size, kv_size, kv_size), hidden, bias=config.qkv_bias))
+        self.o = weights.pack(Projection(self._o_names, (hidden,), q_size, bias=config.output_bias))
+        self.q_norm = weights.take(f"{name}.q_norm.weight", (head_dim,)) if config.qk_norm else None
+        self.k_norm = weights.take(f"{name}.k_norm.weight", (head_dim,)) if config.qk_norm else None
+
+    def __call__(self, x: Tensor, step: StepContext, residual: Tensor | None = None) -> Tensor:
+        """The output projection's result, plus the residual if there is one."""
+        config = self._config
+        cos, sin = step.tables[self._rope]
+        k_cache, v_cache = step.memory.layer(self._layer)
+        q = self._kernels.rope_and_store(
+            self._kernels.linear(x, self.qkv, lora=step.lora(self._qkv_names)),
+            cos,
+            sin,
+            k_cache,
+            v_cache,
+            step.batch,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            eps=config.norm_eps,
+            unit_offset=config.norm_unit_offset,
+        )
+        plan = step.plans[self._window]
+        out = self._kernels.paged_attention(
+            q, k_cache, v_cache, plan, scale=config.attention_scale, cap=config.attention_cap
+        )
+        merged = out.view(x.shape[0], -1)
+        return self._kernels.linear(merged, self.o, residual=residual, lora=step.lora(self._o_names))

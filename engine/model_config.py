@@ -1,0 +1,258 @@
+"""What a model is made of: one frozen description for all families, read from a Hugging Face config.json."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from engine.errors import EngineError
+from engine.rope import RopeConfig
+
+Activation = Literal["silu", "gelu_tanh"]
+
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ARCHITECTURES: Mapping[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+}
+"""Served architecture -> family. A multimodal one is served as its text model."""
+
+
+class ModelError(EngineError, ValueError):
+    """The model directory can't be served: names the file, the field or tensor, and the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer. `layer_windows` and `layer_ropes` have an entry per layer; a window of None sees all.
+
+    `attention_scale` multiplies q·k; the caps are `cap * tanh(x / cap)`; `norm_unit_offset` means weights are 1 + w.
+    """
+
+    path: Path
+    architecture: str
+    family: str
+    dtype: torch.dtype
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    norm_unit_offset: bool
+    activation: Activation
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    attention_scale: float
+    attention_cap: float | None
+    final_cap: float | None
+    embedding_scale: float | None
+    tie_word_embeddings: bool
+    layer_windows: tuple[int | None, ...]
+    layer_ropes: tuple[RopeConfig, ...]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def kv_config(self) -> dict[str, object]:
+        """Everything but weights and dtype that changes KV values, as JSON types (the block keys' root, DESIGN §5)."""
+        unrelated = {"path", "dtype", "vocab_size", "max_position", "final_cap", "tie_word_embeddings"}
+        unrelated |= {"eos_token_ids", "bos_token_id", "architecture"}
+        config: dict[str, object] = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in unrelated
+        }
+        config["layer_windows"] = list(self.layer_windows)
+        config["layer_ropes"] = [[rope.kind, rope.theta, dict(rope.parameters)] for rope in self.layer_ropes]
+        return config
+
+
+def load_model_config(path: Path | str, *, dtype: str = "auto") -> ModelConfig:
+    """Read `path`/config.json (and generation_config.json). Raises ModelError.
+
+    `dtype` "auto" keeps the stored one; float16, in which nothing computes here, becomes float32.
+    """
+    directory = Path(path)
+    hf = _read_hf_config(directory)
+    name = str((getattr(hf, "architectures", None) or [""])[0])
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{directory / 'config.json'}: architecture {name!r} (model_type {hf.model_type!r}) is not supported; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+    text = getattr(hf, "text_config", None) or hf
+    if text is not hf:
+        text.tie_word_embeddings = hf.tie_word_embeddings
+    try:
+        return _describe(directory, name, hf, text, _compute_dtype(dtype, text))
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{directory / 'config.json'}: {error}") from error
+
+
+def _read_hf_config(directory: Path) -> Any:
+    config_file = directory / "config.json"
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory")
+    if not config_file.is_file():
+        raise ModelError(f"{config_file}: no such file; a model directory needs config.json and *.safetensors")
+    raw = read_json(config_file)
+    if raw.get("quantization_config") is not None:
+        raise ModelError(f"{config_file}: quantization_config is set; quantized checkpoints are not supported")
+    from transformers import AutoConfig  # here: it costs a second, and tests of this file's errors need none of it
+
+    try:
+        return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds, none of which names the file
+        raise ModelError(f"{config_file}: {str(error).strip().splitlines()[0]}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ModelError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def _compute_dtype(wanted: str, text: Any) -> torch.dtype:
+    if wanted == "auto":
+        stored = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
+        return _DTYPES.get(stored, torch.float32)
+    if wanted not in _DTYPES:
+        raise ModelError(f"dtype {wanted!r} is not supported; supported are auto, {', '.join(_DTYPES)}")
+    return _DTYPES[wanted]
+
+
+def _describe(directory: Path, architecture: str, hf: Any, text: Any, dtype: torch.dtype) -> ModelConfig:
+    family = ARCHITECTURES[architecture]
+    gemma = family == "gemma3"
+    num_heads = _positive(text, "num_attention_heads")
+    hidden_size = _positive(text, "hidden_size")
+    head_dim = getattr(text, "head_dim", None) or hidden_size // num_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise ValueError(f"{num_heads} heads over {num_kv_heads} kv heads of size {head_dim} can't be laid out")
+    activation = str(text.hidden_activation if gemma else text.hidden_act)
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
+    if getattr(text, "use_bidirectional_attention", False):
+        raise ValueError("use_bidirectional_attention is not supported; attention here is causal")
+    attention_bias = bool(getattr(text, "attention_bias", False))
+    num_layers = _positive(text, "num_hidden_layers")
+    ropes = _layer_ropes(text, num_layers)
+    return ModelConfig(
+        path=directory,
+        architecture=architecture,
+        family=family,
+        dtype=dtype,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=_positive(text, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=_positive(text, "vocab_size"),
+        max_position=_positive(text, "max_position_embeddings"),
+        norm_eps=float(text.rms_norm_eps),
+        norm_unit_offset=gemma,
+        activation=_ACTIVATIONS[activation],
+        qkv_bias=attention_bias or family == "qwen2",
+        output_bias=attention_bias,
+        mlp_bias=bool(getattr(text, "mlp_bias", False)),
+        qk_norm=family in ("qwen3", "gemma3"),
+        attention_scale=float(text.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+        attention_cap=getattr(text, "attn_logit_softcapping", None),
+        final_cap=getattr(text, "final_logit_softcapping", None),
+        embedding_scale=hidden_size**0.5 if gemma else None,
+        tie_word_embeddings=bool(text.tie_word_embeddings),
+        layer_windows=_layer_windows(text, num_layers),
+        layer_ropes=ropes,
+        eos_token_ids=_eos_token_ids(directory, hf, text),
+        bos_token_id=_first_id(text.bos_token_id),
+    )
+
+
+def _positive(text: Any, name: str) -> int:
+    value = getattr(text, name, None)
+    if not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+    return value
+
+
+def _layer_kinds(text: Any, num_layers: int) -> list[str]:
+    """One of "full_attention", "sliding_attention" per layer."""
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:  # Llama and Mistral say it for all layers at once
+        return ["full_attention" if window is None else "sliding_attention"] * num_layers
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {num_layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"layer_types has {kind!r}; supported are full_attention, sliding_attention")
+    return list(kinds)
+
+
+def _layer_windows(text: Any, num_layers: int) -> tuple[int | None, ...]:
+    kinds = _layer_kinds(text, num_layers)
+    if "sliding_attention" not in kinds:
+        return (None,) * num_layers
+    window = _positive(text, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _layer_ropes(text: Any, num_layers: int) -> tuple[RopeConfig, ...]:
+    """transformers keeps one set of rope parameters, or one per layer kind (Gemma 3)."""
+    parameters = text.rope_parameters
+    kinds = _layer_kinds(text, num_layers)
+    per_kind = {
+        kind: RopeConfig.read(parameters[kind] if isinstance(parameters.get(kind), dict) else parameters)
+        for kind in sorted(set(kinds))
+    }
+    return tuple(per_kind[kind] for kind in kinds)
+
+
+def _first_id(value: object) -> int | None:
+    first = value[0] if isinstance(value, list) and value else value
+    return first if isinstance(first, int) else None
+
+
+def _eos_token_ids(directory: Path, hf: Any, text: Any) -> tuple[int, ...]:
+    """All ids that end a sequence: generation_config.json's, else the config's; in the order given, each once."""
+    generation_file = directory / "generation_config.json"
+    found: object = None
+    if generation_file.is_file():
+        found = read_json(generation_file).get("eos_token_id")
+    for source in (hf, text):
+        if found is None:
+            found = getattr(source, "eos_token_id", None)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ValueError(f"eos_token_id is {found!r}; it must be an integer or a list of them")
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,1 @@
+"""The model families, and the registry that builds one from a directory."""

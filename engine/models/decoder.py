@@ -1,0 +1,73 @@
+"""The frame all families share: embed, run the blocks, norm, project onto the vocabulary."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernel_set import ModelKernels
+from engine.layers import RmsNorm, StepContext
+from engine.lora.step import LoraStep
+from engine.memory import KvMemory
+from engine.model_config import ModelConfig
+from engine.weight_source import Projection, WeightSource
+from kernels.paged import PagedBatch
+
+EMBEDDING, HEAD = ("embed_tokens",), ("lm_head",)
+"""Names of the projections that are no layer's; a tied model has a head of its own as far as adapters go."""
+
+
+class Block(Protocol):
+    """One layer: (hidden states [T, hidden], step) -> hidden states."""
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor: ...
+
+
+class Decoder:
+    """A model of one family, on one kernel set. Families differ in their blocks alone."""
+
+    def __init__(
+        self, config: ModelConfig, kernels: ModelKernels, weights: WeightSource, blocks: Sequence[Block]
+    ) -> None:
+        self.config = config
+        self.kernels = kernels
+        self.blocks = tuple(blocks)
+        self.projections: tuple[Projection, ...] = ()
+        """Everything that was packed for it; set by whoever built it."""
+        rows, columns = (config.vocab_size,), config.hidden_size
+        self.embedding = weights.pack(Projection(EMBEDDING, rows, columns))
+        self.norm = RmsNorm(kernels, weights, "norm", config.hidden_size, config)
+        tied = config.tie_word_embeddings
+        self.head = self.embedding if tied else weights.pack(Projection(HEAD, rows, columns))
+
+    @property
+    def adaptable(self) -> tuple[Projection, ...]:
+        """What adapters may change: every projection, and the head also where it is the embedding."""
+        if any(each.names == HEAD for each in self.projections):
+            return self.projections
+        return (*self.projections, Projection(HEAD, (self.config.vocab_size,), self.config.hidden_size))
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        memory: KvMemory,
+        adapters: LoraStep | None = None,
+    ) -> Tensor:
+        """Compute the batch's tokens and store their keys and values. input_ids, positions [T] -> [T, hidden]."""
+        step = StepContext.build(self.config, self.kernels, batch, positions, memory, adapters)
+        scale, lora = self.config.embedding_scale, step.lora(EMBEDDING)
+        x = self.kernels.embedding(input_ids, self.embedding, scale, lora=lora)
+        for block in self.blocks:
+            x = block(x, step)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, adapters: LoraStep | None = None) -> Tensor:
+        """float32 logits of rows of `forward`'s result; `adapters` are those rows'. [R, hidden] -> [R, vocab]."""
+        lora = None if adapters is None else adapters.of(HEAD)
+        logits = self.kernels.logits(self.norm(hidden), self.head, lora=lora)
+        return logits if self.config.final_cap is None else self.kernels.soft_cap(logits, self.config.final_cap)

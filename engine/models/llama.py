@@ -1,0 +1,30 @@
+"""Llama, and what loads as it: Mistral (with its sliding window), SmolLM, TinyLlama."""
+
+from torch import Tensor
+
+from engine.kernel_set import ModelKernels
+from engine.layers import Attention, GatedMlp, RmsNorm, StepContext
+from engine.model_config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.weight_source import WeightSource
+
+
+class LlamaBlock:
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, kernels: ModelKernels, weights: WeightSource, layer: int) -> None:
+        prefix = f"layers.{layer}"
+        self.input_norm = RmsNorm(kernels, weights, f"{prefix}.input_layernorm", config.hidden_size, config)
+        self.attention = Attention(kernels, weights, f"{prefix}.self_attn", layer, config)
+        self.mlp_norm = RmsNorm(kernels, weights, f"{prefix}.post_attention_layernorm", config.hidden_size, config)
+        self.mlp = GatedMlp(kernels, weights, f"{prefix}.mlp", config)
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        x = self.attention(self.input_norm(x), step, residual=x)
+        return self.mlp(self.mlp_norm(x), step, residual=x)
+
+
+def build(config: ModelConfig, kernels: ModelKernels, weights: WeightSource) -> Decoder:
+    """The model; also that of families whose differences the config tells (biases, QK-norm, windows)."""
+    blocks = [LlamaBlock(config, kernels, weights, layer) for layer in range(config.num_layers)]
+    return Decoder(config, kernels, weights, blocks)

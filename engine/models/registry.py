@@ -1,0 +1,68 @@
+"""From a model directory to a model that runs: the family's builder, its weights, its kernels."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from engine.kernel_set import ModelKernels
+from engine.model_config import ModelConfig, ModelError
+from engine.models import gemma3, llama, qwen2, qwen3
+from engine.models.decoder import Decoder
+from engine.packed_weights import build_packed, build_private
+from engine.weight_source import DirectSource, NotedSource, WeightSource
+from engine.weights import Progress, default_cache_dir, open_weights
+from kernels.cpu.native import NativeKernels
+
+FAMILIES: Mapping[str, Callable[[ModelConfig, ModelKernels, WeightSource], Decoder]] = {
+    "llama": llama.build,
+    "qwen2": qwen2.build,
+    "qwen3": qwen3.build,
+    "gemma3": gemma3.build,
+}
+
+
+def load_model(
+    config: ModelConfig,
+    kernels: ModelKernels,
+    *,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+    digest: bytes | None = None,
+    packed_cache_bytes: int | None = None,
+) -> Decoder:
+    """Build the model that `config` describes from the weights beside its config.json. Raises ModelError.
+
+    With their `digest`, weights that the kernels want packed are kept in a file that processes share; such files take
+    at most `packed_cache_bytes`.
+    """
+
+    def build(source: WeightSource) -> Decoder:
+        noted = NotedSource(source)
+        try:
+            model = FAMILIES[config.family](config, kernels, noted)
+        except ModelError:
+            raise
+        except ValueError as error:
+            if kernels.quantization is None:
+                raise
+            raise ModelError(f"{config.path}: quantization = {kernels.quantization}: {error}") from error
+        model.projections = tuple(noted.projections)
+        return model
+
+    if isinstance(kernels, NativeKernels):
+        if digest is None:
+            return build_private(config.path, config.dtype, kernels, build)
+        directory = cache_dir or default_cache_dir()
+        return build_packed(
+            config.path,
+            config.dtype,
+            kernels,
+            build,
+            digest=digest,
+            cache_dir=directory,
+            max_cache_bytes=packed_cache_bytes,
+            progress=progress,
+        )
+    weights = open_weights(config.path, config.dtype, progress=progress, cache_dir=cache_dir)
+    model = build(DirectSource(kernels, weights))
+    weights.finish()
+    return model

@@ -1,0 +1,170 @@
+"""Executes one step on the device: block copies, forward, logits of the rows that sample, sampling."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from engine.batch import build_batch
+from engine.constraint import Constraint
+from engine.kernel_set import numerics_class
+from engine.lora.slots import AdapterSlots
+from engine.lora.step import LoraStep
+from engine.memory import KvMemory
+from engine.model_config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.sample import SampledToken, SampleRow
+from engine.sampler import Sampler
+from engine.sequence import Schedule, ScheduledSequence
+from engine.sequence import Sequence as EngineSequence
+from pagewire.grammar import GrammarError
+
+PROMPT_LOGPROB_ROWS = 32
+"""Prompt rows whose logits are made at a time: of a large vocabulary each is a megabyte."""
+
+
+def set_cpu_threads(cpu_threads: int = 0) -> int:
+    """Let torch use that many threads; 0 = as many as this process may run on. Returns the number."""
+    threads = cpu_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    return threads
+
+
+class ModelRunner:
+    """The model on its memory. Holds no state of requests: the scheduler decides, and commits what comes back."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: Decoder,
+        memory: KvMemory,
+        sampler: Sampler,
+        slots: AdapterSlots | None = None,
+    ) -> None:
+        self.config = config
+        self._model = model
+        self._memory = memory
+        self._sampler = sampler
+        self._slots = slots
+        self.numerics_class = numerics_class(model.kernels, config.dtype)
+
+    def execute(self, schedule: Schedule) -> list[list[SampledToken]]:
+        """One list per item of the schedule: empty unless it samples, one token per choice to sample otherwise.
+
+        After drafts: the tokens up to the first that differs from its draft, that one included.
+        """
+        for source, destination in schedule.copies:
+            self._memory.copy_block(source, destination)
+        if schedule.is_empty:
+            return []
+        batch = build_batch(schedule, self._memory.layout.block_size)
+        slots = self._assign_slots(schedule)
+        adapters = self._adapters(slots)
+        hidden = self._model.forward(batch.input_ids, batch.positions, batch.paged, self._memory, adapters)
+        for item, first_row in zip(schedule.items, batch.first_rows, strict=True):
+            if item.sequence.wants_prompt_logprobs:
+                self._report_prompt(item, hidden, first_row, slots)
+        if not batch.logits_rows.numel():
+            return [[] for _ in schedule.items]
+        sampling_rows = self._adapters([slots[row] for row in batch.logits_rows.tolist()] if slots else [])
+        logits = self._model.logits(hidden[batch.logits_rows], sampling_rows)
+        sampling = [item for item in schedule.items if item.sample]
+        first_rows = [0, *accumulate(1 + len(item.draft_token_ids) for item in sampling)]
+        rows = [
+            self._sample_row(item, row, choice)
+            for item, row in zip(sampling, first_rows, strict=False)
+            for choice in item.sequence.choices_to_sample
+        ]
+        tokens = iter(self._sampler.sample(logits, rows))
+        sampled = [[next(tokens) for _ in item.sequence.choices_to_sample] for item in sampling]
+        self._sample_after_drafts(logits, list(zip(sampling, first_rows, sampled, strict=False)))
+        of_items = iter(sampled)
+        return [next(of_items) if item.sample else [] for item in schedule.items]
+
+    def _assign_slots(self, schedule: Schedule) -> list[int]:
+        """Each token's adapter slot, -1 for none; empty if the step has no adapter."""
+        adapters = [item.sequence.request.adapter for item in schedule.items]
+        present = [adapter for adapter in adapters if adapter is not None]
+        if not present:
+            return []
+        if self._slots is None:
+            raise ValueError(f"adapter {present[0].name!r}: this engine serves none")
+        slots = self._slots.assign(present)
+        return [
+            -1 if adapter is None else slots[adapter.key]
+            for item, adapter in zip(schedule.items, adapters, strict=True)
+            for _ in range(item.num_new_tokens)
+        ]
+
+    def _adapters(self, slots: Sequence[int]) -> LoraStep | None:
+        return self._slots.step(slots) if slots and self._slots is not None else None
+
+    def _report_prompt(
+        self, item: ScheduledSequence, hidden: torch.Tensor, first_row: int, slots: Sequence[int]
+    ) -> None:
+        """Log-probabilities of the prompt tokens that follow the computed ones, onto the sequence."""
+        sequence, start = item.sequence, item.sequence.num_computed_tokens
+        num_rows = min(item.num_new_tokens, sequence.num_prompt_tokens - 1 - start)
+        following = sequence.token_ids[start + 1 : start + 1 + max(0, num_rows)]
+        for done in range(0, len(following), PROMPT_LOGPROB_ROWS):
+            token_ids = following[done : done + PROMPT_LOGPROB_ROWS]
+            rows = slice(first_row + done, first_row + done + len(token_ids))
+            logits = self._model.logits(hidden[rows], self._adapters(slots[rows]))
+            sequence.new_prompt_logprobs += self._sampler.logprobs_of(
+                logits, token_ids, sequence.params.prompt_logprobs or 0
+            )
+
+    def _sample_after_drafts(
+        self, logits: torch.Tensor, sampled: list[tuple[ScheduledSequence, int, list[SampledToken]]]
+    ) -> None:
+        """Goes on where the drawn token is the draft; what was computed after another token is in vain.
+
+        `sampled` has each item, its first row in `logits`, and its tokens so far, which get those that follow.
+        """
+        num_accepted = 0
+        while sampled := [
+            (item, first_row, tokens)
+            for item, first_row, tokens in sampled
+            if num_accepted < len(item.draft_token_ids) and tokens[-1].token_id == item.draft_token_ids[num_accepted]
+        ]:
+            num_accepted += 1
+            rows = [
+                self._sample_row(item, first_row + num_accepted, item.sequence.choice, num_accepted)
+                for item, first_row, _ in sampled
+            ]
+            for (_, _, tokens), token in zip(sampled, self._sampler.sample(logits, rows), strict=True):
+                tokens.append(token)
+
+    def _sample_row(self, item: ScheduledSequence, logits_row: int, choice: int, num_accepted: int = 0) -> SampleRow:
+        """`num_accepted` drafts count as output before the token to sample."""
+        sequence = item.sequence
+        params = sequence.params
+        prompt_len = sequence.num_prompt_tokens
+        suppressed: tuple[int, ...] = ()
+        if sequence.num_output_tokens + num_accepted < params.min_tokens:
+            suppressed = tuple(dict.fromkeys((*self.config.eos_token_ids, *params.stop_token_ids)))
+        row = SampleRow(
+            logits_row=logits_row,
+            params=params,
+            seed=params.seed or 0,
+            choice=choice,
+            position=sequence.num_tokens + num_accepted,
+            prompt_token_ids=sequence.token_ids[:prompt_len] if params.has_penalties else (),
+            output_token_ids=(*sequence.token_ids[prompt_len:], *item.draft_token_ids[:num_accepted])
+            if params.has_penalties
+            else (),
+            suppressed_token_ids=suppressed,
+        )
+        return self._constrained(row, sequence) if sequence.is_constrained else row
+
+    def _constrained(self, row: SampleRow, sequence: EngineSequence) -> SampleRow:
+        """The row with what may follow the sequence's output."""
+        try:
+            if sequence.constraint is None:
+                sequence.constraint = Constraint(sequence.request, self.config.vocab_size)
+            output_token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+            return replace(row, allowed=sequence.constraint.mask(output_token_ids))
+        except GrammarError as error:
+            return replace(row, error=f"its grammar failed at position {sequence.num_tokens}: {error}")

@@ -1,0 +1,77 @@
+"""The scheduler's side of the tiers: which waiting sequences have blocks on their way, and what to do when they come.
+
+admitted, would fit ─► start ─► blocks are allocated and loaded, the sequence waits, others pass it
+                                  └─ settle ─► what came is committed as if computed; the rest is computed
+"""
+
+from collections.abc import Iterable
+
+from engine.block_tables import BlockTables
+from engine.kv_cache import KvCache
+from engine.sequence import Sequence
+from engine.tiers.kv_tiers import KvTiers
+from engine.tiers.tier import TierName
+
+TIER_NAMES: tuple[TierName, ...] = ("host", "disk")
+
+
+class TierLoads:
+    """At most one load for each sequence, and one for each block. Without `tiers` there are none."""
+
+    def __init__(self, cache: KvCache, tables: BlockTables, tiers: KvTiers | None) -> None:
+        self._cache = cache
+        self._tables = tables
+        self._tiers = tiers
+        self._loading: dict[bytes, Sequence] = {}  # by the key of the first block
+        self._held_up: set[Sequence] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Somebody waits for a load, which will end."""
+        return bool(self._loading)
+
+    def holds_up(self, sequence: Sequence) -> bool:
+        """It waits for its load or for that of another sequence with the same prefix."""
+        return sequence.load is not None or sequence in self._held_up
+
+    def start(self, sequence: Sequence) -> bool:
+        """For a sequence whose table has what the device holds: True if more is on its way and it has to wait."""
+        if self._tiers is None:
+            return False
+        start, most = len(sequence.block_table), self._tables.most_cached(sequence)
+        keys = sequence.keys[:most]
+        self._tiers.note_use(keys[:start])
+        if start < most and keys[start] in self._loading:
+            self._tables.free(sequence)
+            self._held_up.add(sequence)
+            return True
+        sequence.load = self._tiers.start_load(keys, sequence.token_ids, start)
+        if sequence.load is not None:
+            self._loading[keys[start]] = sequence
+        return sequence.load is not None
+
+    def settle(self) -> None:
+        """Gives every sequence what has been loaded for it."""
+        self._held_up.clear()
+        for key, sequence in list(self._loading.items()):
+            load = sequence.load
+            if load is None or load.is_done:
+                del self._loading[key]
+            if load is not None and load.is_done:
+                self._take(sequence)
+
+    def waiting(self) -> Iterable[Sequence]:
+        """Those whose blocks are on their way."""
+        return (sequence for sequence in self._loading.values() if sequence.load is not None)
+
+    def _take(self, sequence: Sequence) -> None:
+        load, sequence.load = sequence.load, None
+        if load is None:
+            return
+        sequence.block_table += load.block_ids[: load.num_loaded]
+        self._cache.release(load.block_ids[load.num_loaded :])
+        size = self._cache.block_size
+        self._tables.commit(sequence, len(sequence.block_table) * size)
+        sequence.num_cached_tokens = sequence.num_computed_tokens
+        counts = [(name, load.num_blocks_of(name) * size) for name in TIER_NAMES]
+        sequence.loaded_tokens = tuple((name, num) for name, num in counts if num)

@@ -1,0 +1,174 @@
+"""All tiers of one engine: what becomes cached on the device goes down, what a request needs comes up again."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.kv_cache import KvCache
+from engine.tiers.load import Source, TierLoad
+from engine.tiers.tier import Bytes, Tier, TierName
+from engine.tiers.write_back import WriteBack
+from kvstore.events import CacheEvent
+from kvstore.events import Tier as TierOfIndex
+from kvstore.tier_block import Entry
+
+logger = logging.getLogger(__name__)
+
+_NUM_LOADERS = 2
+_ERASE_SECONDS = 60.0
+"""The longest wait for a disk to forget something."""
+
+
+class KvTiers:
+    """`tiers` from fast to slow, below the pool whose bytes are `buffer` [num_blocks, block_bytes]. Thread-safe.
+
+    `changed` is called, on a thread of the tiers, after a load has ended; set it before the first load.
+    """
+
+    def __init__(self, cache: KvCache, buffer: Bytes, tiers: Sequence[Tier]) -> None:
+        self.tiers = tuple(tiers)
+        self.load_ended: Callable[[], None] = lambda: None
+        self.tier_changed: Callable[[], None] = lambda: None
+        self.num_corrupt: dict[TierName, int] = {tier.name: 0 for tier in self.tiers}
+        self._cache = cache
+        self._buffer = buffer
+        self._loaders = ThreadPoolExecutor(_NUM_LOADERS, thread_name_prefix="tier-load")
+        self._idle = threading.Condition()
+        self._num_loads = 0
+        above: Sequence[Tier | None] = (None, *self.tiers)
+        self._writers = [
+            WriteBack(tier, cache, buffer, upper, lambda: self.tier_changed())
+            for tier, upper in zip(self.tiers, above, strict=False)
+        ]
+        cache.follow(self._note)
+
+    # --- up ---
+
+    def start_load(
+        self, keys: Sequence[bytes], token_ids: Sequence[int], start: int, *, max_blocks: int | None = None
+    ) -> TierLoad | None:
+        """Begins to load the blocks from number `start` of the chain on that tiers hold without a gap.
+
+        At most `max_blocks`, into blocks newly taken from the pool. None if there is nothing, or no room for it.
+        """
+        if self._cannot_have(keys, start):
+            return None
+        sources = self._find(keys, token_ids, start)
+        kept = len(sources) if max_blocks is None else max(0, min(max_blocks, len(sources)))
+        block_ids = self._cache.allocate(kept) if kept else None
+        for source in sources[0 if block_ids is None else kept :]:
+            source.release()
+        if block_ids is None:
+            return None
+        load = TierLoad(self._cache, sources[:kept], block_ids)
+        with self._idle:
+            self._num_loads += 1
+        self._loaders.submit(self._run, load)
+        return load
+
+    def _cannot_have(self, keys: Sequence[bytes], start: int) -> bool:
+        return start >= len(keys) or not any(tier.holds(keys[start]) for tier in self.tiers)
+
+    def _find(self, keys: Sequence[bytes], token_ids: Sequence[int], start: int) -> list[Source]:
+        """Each block from the fastest tier that has it."""
+        sources: list[Source] = []
+        for tier in self.tiers:  # each is prefix-closed: where a fast one ends, only slower ones have more
+            found = tier.match(keys, token_ids, self._cache.block_size, start + len(sources))
+            sources += [Source(tier, entry) for entry in found]
+        return sources
+
+    def _run(self, load: TierLoad) -> None:
+        try:
+            load.run(self._buffer, self._discard)
+        except Exception:  # a bug: what was not loaded is computed
+            logger.exception("a load from the tiers failed")
+        finally:
+            with self._idle:
+                self._num_loads -= 1
+                self._idle.notify_all()
+            self.load_ended()
+
+    def _discard(self, source: Source) -> None:
+        """A block that is not right is not offered again, nor what comes after it."""
+        self.num_corrupt[source.tier.name] += 1
+        source.tier.forget(source.entry.block.key)
+        self._writers[self.tiers.index(source.tier)].erase()
+        self.tier_changed()
+
+    # --- down ---
+
+    def _note(self, key: bytes) -> None:
+        for writer in self._writers:
+            writer.note(key)
+
+    def note_use(self, keys: Sequence[bytes]) -> None:
+        """A request found these leading blocks on the device."""
+        for writer in self._writers if keys else ():
+            writer.note_use(keys)
+
+    # --- control ---
+
+    def clear(self, owner: bytes | None = None) -> int:
+        """Forgets everything, or everything of one tenant (`owner_of`); returns how many blocks. May wait for a disk.
+
+        Afterwards no later process finds it either. Loads under way still end.
+        """
+        return self._forget([(tier, tier.clear(owner)) for tier in self.tiers])
+
+    def forget(self, key: bytes) -> int:
+        """Forgets the block and all that come after it, in every tier; as `clear`."""
+        return self._forget([(tier, tier.forget(key)) for tier in self.tiers])
+
+    def _forget(self, forgotten: Sequence[tuple[Tier, Sequence[Entry]]]) -> int:
+        for erased in [writer.erase() for writer in self._writers]:
+            erased.result(_ERASE_SECONDS)
+        return sum(len(entries) for _, entries in forgotten)
+
+    def take_events(self) -> list[CacheEvent]:
+        """What changed since the last call."""
+        return [event for tier in self.tiers for event in tier.take_events()]
+
+    def snapshot(self) -> dict[TierOfIndex, list[bytes]]:
+        """All keys by tier; pending events are dropped in the same moment."""
+        return {tier.name: tier.snapshot() for tier in self.tiers}
+
+    def counts(self) -> dict[TierName, tuple[int, dict[str, int]]]:
+        """For each tier the blocks that it has, and what has happened in it since the start, by event."""
+        return {
+            tier.name: (
+                tier.num_ready,
+                {
+                    "stored": writer.num_stored,
+                    "evicted": tier.num_evictions,
+                    "lost": writer.num_lost,
+                    "failed": writer.num_failed,
+                    "corrupt": self.num_corrupt[tier.name],
+                },
+            )
+            for tier, writer in zip(self.tiers, self._writers, strict=True)
+        }
+
+    def quiesce(self, timeout: float = 60.0) -> bool:
+        """Waits until nothing is written or loaded; False if that took too long."""
+        with self._idle:
+            is_quiet = self._idle.wait_for(lambda: not self._num_loads, timeout)
+        return is_quiet and all(writer.quiesce(timeout) for writer in self._writers)
+
+    def wait_for_load(self, timeout: float) -> None:
+        """Returns when no load is under way, or after `timeout` seconds."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._num_loads, timeout)
+
+    def check_integrity(self) -> None:
+        """When nothing is written or loaded."""
+        for tier in self.tiers:
+            tier.check_integrity(is_quiet=True)
+
+    def close(self) -> None:
+        """Ends loads and write-back; afterwards nobody touches the pool's memory."""
+        self._loaders.shutdown(wait=True, cancel_futures=False)
+        for writer in self._writers:
+            writer.stop()
+        for tier in self.tiers:
+            tier.slots.close()

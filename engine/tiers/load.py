@@ -1,0 +1,93 @@
+"""Blocks on their way from the tiers into the device's pool."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from engine.kv_cache import KvCache
+from engine.tiers.tier import Bytes, Tier, TierName
+from engine.transfer.checksum import checksum
+from kvstore.tier_block import Entry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A block in a tier, which does not go away before it is released."""
+
+    tier: Tier
+    entry: Entry
+
+    def release(self) -> None:
+        self.tier.release([self.entry])
+
+
+class TierLoad:
+    """Fills `block_ids`, which are the load's, from `sources`; `run` does it, on a thread that may wait for a disk.
+
+    When `done`, the first `num_loaded` blocks are right and all of them are the caller's. Whoever loses interest
+    calls `abandon` and leaves the blocks to the load, which gives them back as soon as nobody writes to them.
+    """
+
+    def __init__(self, cache: KvCache, sources: Sequence[Source], block_ids: Sequence[int]) -> None:
+        self.block_ids = list(block_ids)
+        self.num_loaded = 0
+        self.done: Future[None] = Future()
+        self._cache = cache
+        self._sources = sources
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.done.done()
+
+    def num_blocks_of(self, tier: TierName) -> int:
+        """How many of the loaded blocks came from there."""
+        return sum(source.tier.name == tier for source in self._sources[: self.num_loaded])
+
+    def abandon(self) -> None:
+        """Nobody wants the blocks any more."""
+        with self._lock:
+            self._is_abandoned = True
+            if not self.is_done:
+                return
+        self._cache.release(self.block_ids)
+
+    def run(self, buffer: Bytes, failed: Callable[[Source], None]) -> None:
+        """Reads every block into its row of `buffer` and verifies it, up to the first that is not right."""
+        try:
+            for source, block_id in zip(self._sources, self.block_ids, strict=True):
+                if self._is_abandoned:
+                    break
+                if not self._read(source, buffer[block_id]):
+                    failed(source)
+                    break
+                self.num_loaded += 1
+        finally:
+            self._end()
+
+    def _read(self, source: Source, target: Bytes) -> bool:
+        entry, name = source.entry, source.tier.name
+        try:
+            source.tier.slots.read(entry, target)
+        except OSError as error:
+            logger.error("tier %s: block %s cannot be read: %s", name, entry.block.key.hex()[:16], error)
+            return False
+        found = checksum(target.data)
+        if found != entry.checksum:
+            hint = f"the copy has checksum {found:016x}, stored was {entry.checksum:016x}"
+            logger.error("tier %s: block %s is corrupt: %s", name, entry.block.key.hex()[:16], hint)
+        return found == entry.checksum
+
+    def _end(self) -> None:
+        for source in self._sources:
+            source.release()
+        with self._lock:
+            self.done.set_result(None)
+            if not self._is_abandoned:
+                return
+        self._cache.release(self.block_ids)

@@ -1,0 +1,317 @@
+"""The native kernel set for float32 and bfloat16 on the CPU: C++ in kernels/cpu/src, one op a file. Int8 weights too.
+
+Row-invariant by construction: an output element is one chain of fused multiply-adds over ascending k, attention reduces
+splits of 256 tokens in order (see ops/tiles.h, ops/attention.h), and no order depends on the number of rows or threads.
+Inside an op everything is float32 and the result is rounded once; bfloat16 attention also rounds its weights.
+
+Beside the ops of every kernel set it has fused ones, which take weights packed ahead: `gated_linear`, `rope_and_store`,
+and `linear` with a residual. A plain weight is packed on first use and kept beside the original as long as that lives.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels import reference, tiled
+from kernels.cpu import packed
+from kernels.cpu.extension import Extension
+from kernels.cpu.lora import activate_strips, add_lora, as_strips
+from kernels.cpu.packed import DTYPES, PackedWeight
+from kernels.int8 import Quantization
+from kernels.lora import Lora, add_to_embedding
+from kernels.paged import AttentionPlan, PagedBatch
+
+_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """What attention needs to know of a step's sequences; made once a step for each window."""
+
+    batch: PagedBatch
+    group_size: int
+    window: int | None
+    cu_seqlens: Tensor
+    kv_lens: Tensor
+
+
+class NativeKernels:
+    """The kernel set on one extension. `quantization`: of every weight that it packs (kernels/int8.py)."""
+
+    NAME = "native"
+
+    def __init__(self, extension: Extension, quantization: Quantization | None = None) -> None:
+        self.isa = extension.isa
+        self.quantization = quantization
+        self._ops = extension.module
+        self._packed: dict[int, tuple[weakref.ref[Tensor], PackedWeight]] = {}
+
+    def pack(
+        self, *weights: Tensor, biases: Sequence[Tensor] = (), gated: bool = False, out: Tensor | None = None
+    ) -> PackedWeight:
+        """Weights in tile order; see `packed.pack`."""
+        return packed.pack(self._ops, weights, biases, gated=gated, int8=self.quantization is not None, out=out)
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor | PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        lora: Lora | None = None,
+    ) -> Tensor:
+        """y = x Wᵀ + b + residual, plus what adapters add. x [M, K], W [N, K], residual [M, N] -> [M, N].
+
+        A packed weight has its bias.
+        """
+        y = self._linear(x, self._pack_once(weight, bias), residual, 0, x.dtype)
+        if lora is not None:
+            self.lora(y, x, lora)
+        return y
+
+    def gated_linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        activation: Literal["silu", "gelu_tanh"],
+        *,
+        lora: Lora | None = None,
+    ) -> Tensor:
+        """act(x Gᵀ + b) · (x Uᵀ + c) for a packed gate and up projection. x [M, K] -> [M, N].
+
+        With adapters the sums stay in float32 until they are all there: rows without one get the same bits as else.
+        """
+        if lora is None:
+            return self._linear(x, weight, None, _ACTIVATIONS[activation], x.dtype)
+        both = self._linear(x, as_strips(weight), None, 0, torch.float32)
+        add_lora(self._ops, both, x, lora, strips=True)
+        return activate_strips(self._ops, both, weight.num_out, _ACTIVATIONS[activation], x.dtype)
+
+    def logits(self, x: Tensor, weight: Tensor | PackedWeight, *, lora: Lora | None = None) -> Tensor:
+        """y = x Wᵀ in float32, not rounded before. x [M, K], W [V, K] -> [M, V]."""
+        y = self._linear(x, self._pack_once(weight, None), None, 0, torch.float32)
+        if lora is not None:
+            self.lora(y, x, lora)
+        return y
+
+    def lora(self, y: Tensor, x: Tensor, change: Lora) -> None:
+        """y[row] += (x[row] Aᵀ) Bᵀ for the rows that have an adapter, in float32 and in place.
+
+        x [M, K], y [M, N] of x's dtype or float32.
+        """
+        add_lora(self._ops, y, x, change)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
+        """y = x / sqrt(mean(x²) + eps) · w, or · (1 + w) with `unit_offset`, over the last dimension."""
+        rows = x.contiguous()
+        out = torch.empty_like(rows)
+        size = rows.shape[-1]
+        self._ops.rms_norm(
+            *(_code(rows), rows.data_ptr(), size, 0, weight.data_ptr(), out.data_ptr(), size, 0),
+            *(rows.numel() // size, size, eps, unit_offset),
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+        rows, residual = x.contiguous(), residual.contiguous()
+        out, total = torch.empty_like(rows), torch.empty_like(rows)
+        size = rows.shape[-1]
+        self._ops.rms_norm(
+            *(_code(rows), rows.data_ptr(), size, residual.data_ptr(), weight.data_ptr(), out.data_ptr(), size),
+            *(total.data_ptr(), rows.numel() // size, size, eps, unit_offset),
+        )
+        return out, total
+
+    def rope_tables(self, positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of position · inv_freq, times `scaling`. positions [T], inv_freq [D / 2] -> float32 [T, D / 2]."""
+        return tiled.rope_tables(positions, inv_freq, scaling)
+
+    def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the pairs (x[i], x[i + D / 2]). x [T, H, D], cos and sin [T, D / 2] -> [T, H, D]."""
+        rows = x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._ops.rope(
+            *(_code(x), rows.data_ptr(), rows.stride(0), 0, 0, out.data_ptr(), out.stride(0), 0, 0),
+            *(cos.data_ptr(), sin.data_ptr(), x.shape[0], x.shape[1], 0, x.shape[2]),
+        )
+        return out
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        unit_offset: bool = False,
+    ) -> Tensor:
+        """Norm q's and k's heads if there are weights, rotate both, store k and v in the step's slots. -> q [T, Hq, D].
+
+        qkv [T, (Hq + 2 Hkv) D], rows of q, k and v side by side; overwritten: the result is a view of it.
+        """
+        num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        stride, element = qkv.stride(0), qkv.element_size()
+        q = qkv.data_ptr()
+        k = q + num_heads * head_dim * element
+        v = k + num_kv_heads * head_dim * element
+        self._ops.rope_and_store(
+            *(_code(qkv), q, stride, k, stride, v, stride, q, stride, cos.data_ptr(), sin.data_ptr()),
+            *(_address(q_norm), _address(k_norm), eps, unit_offset),
+            *(k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1)),
+            *(v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1)),
+            *(batch.slot_blocks.data_ptr(), batch.slot_offsets.data_ptr()),
+            *(qkv.shape[0], num_heads, num_kv_heads, head_dim),
+        )
+        return qkv[:, : num_heads * head_dim].view(qkv.shape[0], num_heads, head_dim)
+
+    def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gate · sigmoid(gate) · up."""
+        return self._gated(gate, up, 1)
+
+    def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) · up with gelu(x) = x / 2 · (1 + tanh(sqrt(2 / pi) · (x + 0.044715 x³)))."""
+        return self._gated(gate, up, 2)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap · tanh(x / cap)."""
+        return tiled.soft_cap(x, cap)
+
+    def embedding(
+        self, ids: Tensor, weight: Tensor | PackedWeight, scale: float | None = None, *, lora: Lora | None = None
+    ) -> Tensor:
+        """Rows of `weight`, times `scale` rounded to its dtype. ids [T] -> [T, H]."""
+        x = self._embedding(ids, weight, scale)
+        if lora is not None:
+            add_to_embedding(x, ids, lora, scale)
+        return x
+
+    def _embedding(self, ids: Tensor, weight: Tensor | PackedWeight, scale: float | None) -> Tensor:
+        if isinstance(weight, Tensor):
+            return reference.embedding(ids, weight, scale)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.num_out:
+            raise IndexError(f"token ids must be from 0 to {weight.num_out - 1}")
+        ids = ids.contiguous()
+        out = torch.empty(ids.shape[0], weight.num_in, dtype=weight.dtype)
+        rounded = 1.0 if scale is None else float(torch.tensor(scale).to(weight.dtype))
+        self._ops.embedding(
+            *(DTYPES[weight.dtype], ids.data_ptr(), weight.data.data_ptr(), _address(weight.scales), out.data_ptr()),
+            *(ids.shape[0], weight.num_in, rounded),
+        )
+        return out
+
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
+        """Store the step's keys and values [T, Hkv, D] in their slots."""
+        reference.write_kv(k, v, k_cache, v_cache, batch)
+
+    def copy_blocks(self, blocks: Tensor, copies: Sequence[tuple[int, int]]) -> None:
+        """blocks[dst] = blocks[src] for each (src, dst), in order. blocks [num_blocks, ...]."""
+        reference.copy_blocks(blocks, copies)
+
+    def plan_attention(self, batch: PagedBatch, *, group_size: int, window: int | None) -> NativePlan:
+        """The plan of all layers with one window. A token sees the `window` latest positions, its own included."""
+        return NativePlan(
+            batch, group_size, window, torch.tensor(batch.cu_seqlens), torch.tensor(batch.kv_lens, dtype=torch.int64)
+        )
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: AttentionPlan | NativePlan,
+        *,
+        scale: float,
+        cap: float | None = None,
+    ) -> Tensor:
+        """softmax(q Kᵀ · scale, capped) V for each token over its visible positions. q [T, Hq, D] -> [T, Hq, D]."""
+        if isinstance(plan, AttentionPlan):
+            plan = self.plan_attention(plan.batch, group_size=plan.group_size, window=plan.window)
+        num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+        rows = q if q.stride(2) == 1 and q.stride(1) == head_dim else q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype)
+        tables = plan.batch.block_tables
+        self._ops.attention(
+            *(_code(q), rows.data_ptr(), rows.stride(0)),
+            *(k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1)),
+            *(v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1)),
+            *(out.data_ptr(), out.stride(0), tables.data_ptr(), tables.stride(0)),
+            *(plan.cu_seqlens.data_ptr(), plan.kv_lens.data_ptr(), len(plan.batch.kv_lens)),
+            *(num_kv_heads, plan.group_size, head_dim, block_size, plan.window or 0, scale, cap or 0.0),
+        )
+        return out
+
+    def _linear(
+        self, x: Tensor, weight: PackedWeight, residual: Tensor | None, activation: int, out_type: torch.dtype
+    ) -> Tensor:
+        if x.dtype != weight.dtype or x.shape[1] != weight.num_in or weight.gated != bool(activation):
+            raise ValueError(
+                f"{x.dtype} rows of {x.shape[1]} don't fit a {'gated ' if weight.gated else ''}weight of "
+                f"{weight.dtype} [{weight.num_out}, {weight.num_in}]"
+            )
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
+        if residual is not None and residual.stride(1) != 1:
+            residual = residual.contiguous()
+        arguments = (
+            *(_address(weight.bias), _address(residual), 0 if residual is None else residual.stride(0)),
+            *(
+                out.data_ptr(),
+                weight.num_out,
+                x.shape[0],
+                weight.num_out,
+                weight.num_in,
+                activation,
+                out_type != x.dtype,
+            ),
+        )
+        data = (DTYPES[x.dtype], rows.data_ptr(), rows.stride(0), weight.data.data_ptr())
+        if weight.scales is None:
+            self._ops.linear(*data, *arguments)
+        else:
+            self._ops.linear_int8(*data, weight.scales.data_ptr(), *arguments, self.quantization == "w8a8")
+        return out
+
+    def _gated(self, gate: Tensor, up: Tensor, activation: int) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        size = gate.shape[-1]
+        self._ops.gated(
+            *(_code(gate), gate.data_ptr(), size, up.data_ptr(), size, out.data_ptr(), size),
+            *(gate.numel() // size, size, activation),
+        )
+        return out
+
+    def _pack_once(self, weight: Tensor | PackedWeight, bias: Tensor | None) -> PackedWeight:
+        if isinstance(weight, PackedWeight):
+            if bias is not None:
+                raise ValueError("a packed weight brings its own bias")
+            return weight
+        key = id(weight)
+        kept = self._packed.get(key)
+        if kept is None or kept[0]() is not weight:
+            made = self.pack(weight, biases=() if bias is None else (bias,))
+            kept = (weakref.ref(weight, lambda _: self._packed.pop(key, None)), made)
+            self._packed[key] = kept
+        return kept[1]
+
+
+def _code(x: Tensor) -> int:
+    return DTYPES[x.dtype]
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

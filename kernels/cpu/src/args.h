@@ -1,0 +1,138 @@
+// What the Python side hands to an op: plain pointers, shapes and strides. Strides count elements unless they say bytes.
+// Plain data only: this file is compiled for every instruction set, and a function here could end up in the wrong one.
+#pragma once
+#include <stdint.h>
+
+enum DType : int { FLOAT32 = 0, BFLOAT16 = 1 };
+enum Activation : int { NO_ACTIVATION = 0, SILU_AND_MUL = 1, GELU_TANH_AND_MUL = 2 };
+
+// One thread's view of a parallel region. `counter` starts at 0 and deals out the region's tasks.
+struct Region {
+  int thread;
+  int num_threads;
+  int64_t* counter;
+  char* scratch;  // this thread's own, of the size the op asked for
+};
+
+// out = act(x Wᵀ + bias) + residual. x [m, k], weight packed (pack.h), bias float32 in the packed weight's order of columns,
+// residual and out [m, n_out]. k is whole tiles deep: the caller pads x if need be.
+struct LinearArgs {
+  const void* x;
+  const char* weight;
+  const float* bias;     // null: none
+  const void* residual;  // null: none
+  void* out;
+  int64_t m, n_out, k;  // with an activation the packed columns are gate and up by turns of 16
+  int64_t x_stride, residual_stride, out_stride;
+  int activation;
+  bool float32_out;  // write float32 whatever x is (logits)
+  const float* scales;    // int8 weights: of each packed column; null: the weight is of x's type
+  const float* x_scales;  // x int8 too: of each row, null: x is of the result's type
+};
+
+// Rows of `size` to int8, each with a scale (int8.h). out_stride: whole blocks of 64.
+struct QuantizeArgs {
+  const void* x;
+  char* out;
+  float* scales;
+  int64_t num_rows, size, x_stride, out_stride;
+};
+
+// out = softmax(q Kᵀ scale, capped) V over the pages of each sequence (attention.h).
+struct AttentionArgs {
+  const void* q;
+  const void* k_cache;
+  const void* v_cache;
+  void* out;
+  const int64_t* block_tables;  // [sequences, table_stride]
+  const int64_t* cu_seqlens;    // [sequences + 1]
+  const int64_t* kv_lens;       // [sequences]
+  int64_t num_sequences, table_stride;
+  int64_t num_kv_heads, group_size, head_dim, block_size;
+  int64_t q_stride, out_stride;                                 // from token to token; heads lie side by side
+  int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;  // a head's tokens lie side by side
+  int64_t window;  // 0: everything before is visible
+  float scale, cap;  // cap 0: none
+  char* partials;  // room for the splits' partial results when they are computed apart, else null
+};
+
+// out = x / sqrt(mean(x²) + eps) * w (or 1 + w), x += residual first when there is one. Rows of `size`.
+struct NormArgs {
+  const void* x;
+  const void* residual;  // null: none
+  const void* weight;
+  void* out;
+  void* total;  // x + residual, when there is one
+  int64_t num_rows, size;
+  int64_t x_stride, out_stride;
+  float eps;
+  bool unit_offset;
+};
+
+// Norm q and k if weights are given, rotate both, store k and v in their slots; q goes to `q_out`, or stays for q_out null.
+struct RopeArgs {
+  const void* q;
+  const void* k;
+  const void* v;  // null: only rotate, k into k_out
+  void* q_out;
+  void* k_out;
+  void* k_cache;
+  void* v_cache;
+  const float* cos;
+  const float* sin;
+  const void* q_norm;  // null: none
+  const void* k_norm;
+  const int64_t* slot_blocks;
+  const int64_t* slot_offsets;
+  int64_t num_tokens, num_heads, num_kv_heads, head_dim;
+  int64_t q_stride, k_stride, v_stride, q_out_stride, k_out_stride;  // from token to token
+  int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
+  float eps;
+  bool unit_offset;
+};
+
+// out[i] = act(gate[i]) * up[i], rows of `size`.
+struct GatedArgs {
+  const void* gate;
+  const void* up;
+  void* out;
+  int64_t num_rows, size;
+  int64_t gate_stride, up_stride, out_stride;
+  int activation;
+};
+
+// The same over float32 sums of a packed gate and up projection: 16 columns of gate, 16 of up, by turns.
+struct GatedStripsArgs {
+  const float* both;
+  void* out;
+  int64_t num_rows, size;
+  int64_t both_stride, out_stride;
+  int activation;
+};
+
+// y[row] += (x[row] Aᵀ) Bᵀ for each listed row (lora.h). a [slots, parts, max_rank, k], b [slots, max_rank, b_width]: the
+// parts' columns side by side. Block i: rows[blocks[3i + 1] … blocks[3i + 2]) have the adapter in slot blocks[3i].
+struct LoraArgs {
+  const void* x;
+  void* y;
+  const void* a;
+  const void* b;
+  const int64_t* ranks;   // [slots, parts]; 0: the adapter leaves this part alone
+  const int64_t* widths;  // [parts], columns
+  const int64_t* rows;
+  const int64_t* blocks;
+  int64_t num_blocks, num_parts, max_rank, k, b_width;
+  int64_t x_stride, y_stride;
+  bool float32_y;  // y is float32 whatever x is
+  bool strips;     // y has its parts in strips of 16 columns, by turns
+};
+
+// Rows of a packed weight, times `scale`. ids [num_tokens] -> out [num_tokens, k].
+struct EmbeddingArgs {
+  const int64_t* ids;
+  const char* weight;
+  void* out;
+  int64_t num_tokens, k;
+  float scale;          // 1: as they are
+  const float* scales;  // int8 weights: of each row
+};

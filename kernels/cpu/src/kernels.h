@@ -1,0 +1,37 @@
+// The ops of one instruction set. Each op is a function that all threads of a region run, and a size of scratch.
+#pragma once
+#include "args.h"
+
+template <typename Args>
+struct Op {
+  void (*run)(const Args&, const Region&);
+  int64_t (*scratch_bytes)(const Args&);  // for each thread
+};
+
+struct OpsOfType {
+  Op<LinearArgs> linear;
+  Op<AttentionArgs> attention;        // whole tiles, or partial results of single splits if `partials` is set
+  Op<AttentionArgs> attention_merge;  // the partial results in order
+  Op<NormArgs> norm;
+  Op<RopeArgs> rope;
+  Op<GatedArgs> gated;
+  Op<EmbeddingArgs> embedding;
+  Op<GatedStripsArgs> gated_strips;
+  Op<LoraArgs> lora;
+  Op<LinearArgs> linear_int8;
+  Op<LinearArgs> linear_w8a8;
+  Op<QuantizeArgs> quantize;
+  Op<EmbeddingArgs> embedding_int8;
+};
+
+struct Kernels {
+  OpsOfType float32;
+  OpsOfType bfloat16;
+  const OpsOfType& of(int dtype) const { return dtype == BFLOAT16 ? bfloat16 : float32; }
+};
+
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512_bf16;
+extern const Kernels kernels_amx;
+extern const Kernels kernels_amx_emulated;

@@ -1,0 +1,244 @@
+// The Python module: picks an instruction set, runs ops on the pool without the GIL. Tensors come as addresses.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "bandwidth.h"
+#include "isa.h"
+#include "pack.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+typedef uintptr_t Address;
+
+constexpr int64_t SMALL = 1 << 15;  // an op that touches fewer numbers runs on the caller's thread: waking others costs more
+constexpr int64_t PANEL = 32, BLOCK_BYTES = 2048, SPLIT = 256, TILE_TARGET = 64, INT8_DEPTH = 64;  // of ops/tiles.h and ops/attention.h
+
+const Kernels* active = nullptr;
+
+template <typename T = void>
+T* at(Address address) { return reinterpret_cast<T*>(address); }
+
+const OpsOfType& ops(int dtype) {
+  if (!active) throw std::runtime_error("no instruction set is in use; call use() first");
+  return active->of(dtype);
+}
+
+template <typename Args>
+void run(const Op<Args>& op, const Args& args, bool wide) {
+  struct Call {
+    const Op<Args>& op;
+    const Args& args;
+  } call{op, args};
+  Pool::instance().run(
+      [](const void* context, const Region& region) {
+        const Call& c = *static_cast<const Call*>(context);
+        c.op.run(c.args, region);
+      },
+      &call, op.scratch_bytes(args), wide);
+}
+
+std::vector<std::tuple<std::string, std::string, bool>> isas() {
+  std::vector<std::tuple<std::string, std::string, bool>> all;
+  for (const Isa& isa : built_isas()) all.emplace_back(isa.name, why_not(isa), isa.emulated);
+  return all;
+}
+
+void use(const std::string& name) {
+  for (const Isa& isa : built_isas()) {
+    if (name != isa.name) continue;
+    const std::string reason = why_not(isa);
+    if (!reason.empty()) throw std::runtime_error(name + ": " + reason);
+    active = isa.kernels;
+    return;
+  }
+  throw std::runtime_error(name + " is not among the instruction sets this module was built for");
+}
+
+int64_t element_size(int dtype) { return dtype == BFLOAT16 ? 2 : 4; }
+
+// The rows, `depth` long, what is beyond k zero; in the pool's shared memory.
+char* padded_rows(const char* x, int64_t x_stride, int64_t m, int64_t k, int64_t depth, int64_t size) {
+  char* padded = Pool::instance().shared(m * depth * size);
+  for (int64_t row = 0; row < m; ++row) {
+    std::memcpy(padded + row * depth * size, x + row * x_stride * size, k * size);
+    std::memset(padded + (row * depth + k) * size, 0, (depth - k) * size);
+  }
+  return padded;
+}
+
+void linear(int dtype, Address x, int64_t x_stride, Address weight, Address bias, Address residual, int64_t residual_stride,
+            Address out, int64_t out_stride, int64_t m, int64_t n_out, int64_t k, int activation, bool float32_out) {
+  std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
+  const int64_t size = element_size(dtype), depth = (k * size + 63) / 64 * 64 / size;
+  if (k != depth) {
+    x = reinterpret_cast<Address>(padded_rows(at<char>(x), x_stride, m, k, depth, size));
+    x_stride = depth;
+  }
+  const LinearArgs args{at(x),    at<char>(weight), at<float>(bias), at(residual),    at(out),    m,          n_out,
+                        k,        x_stride,         residual_stride, out_stride,      activation, float32_out, nullptr,
+                        nullptr};
+  run(ops(dtype).linear, args, m * n_out * k >= SMALL);
+}
+
+// `integers`: x is quantized too, row by row.
+void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address scales, Address bias, Address residual,
+                 int64_t residual_stride, Address out, int64_t out_stride, int64_t m, int64_t n_out, int64_t k,
+                 int activation, bool float32_out, bool integers) {
+  std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
+  const bool wide = m * n_out * k >= SMALL;
+  LinearArgs args{at(x), at<char>(weight), at<float>(bias), at(residual), at(out),    m,           n_out,
+                  k,     x_stride,         residual_stride, out_stride,   activation, float32_out, at<float>(scales),
+                  nullptr};
+  const int64_t depth = (k + INT8_DEPTH - 1) / INT8_DEPTH * INT8_DEPTH;
+  if (integers) {
+    char* rows = Pool::instance().shared(m * depth + m * (int64_t)sizeof(float));
+    float* row_scales = reinterpret_cast<float*>(rows + m * depth);
+    run(ops(dtype).quantize, QuantizeArgs{at(x), rows, row_scales, m, k, x_stride, depth}, m > 1 && m * k >= SMALL);
+    args.x = rows, args.x_stride = depth, args.x_scales = row_scales;
+    run(ops(dtype).linear_w8a8, args, wide);
+    return;
+  }
+  if (k != depth) {
+    args.x = padded_rows(at<char>(x), x_stride, m, k, depth, element_size(dtype));
+    args.x_stride = depth;
+  }
+  run(ops(dtype).linear_int8, args, wide);
+}
+
+void attention(int dtype, Address q, int64_t q_stride, Address k_cache, int64_t k_block_stride, int64_t k_head_stride,
+               Address v_cache, int64_t v_block_stride, int64_t v_head_stride, Address out, int64_t out_stride,
+               Address block_tables, int64_t table_stride, Address cu_seqlens, Address kv_lens, int64_t num_sequences,
+               int64_t num_kv_heads, int64_t group_size, int64_t head_dim, int64_t block_size, int64_t window, float scale,
+               float cap) {
+  std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
+  AttentionArgs args{at(q),      at(k_cache),  at(v_cache),    at(out),        at<int64_t>(block_tables), at<int64_t>(cu_seqlens),
+                     at<int64_t>(kv_lens),     num_sequences,  table_stride,   num_kv_heads,              group_size,
+                     head_dim,   block_size,   q_stride,       out_stride,     k_block_stride,            k_head_stride,
+                     v_block_stride,           v_head_stride,  window,         scale,                     cap,
+                     nullptr};
+  const int64_t tokens_per_tile = group_size < TILE_TARGET ? TILE_TARGET / group_size : 1;
+  int64_t num_tiles = 0, longest = 0, visible = 0;
+  for (int64_t s = 0; s < num_sequences; ++s) {
+    const int64_t length = args.cu_seqlens[s + 1] - args.cu_seqlens[s];
+    num_tiles += (length + tokens_per_tile - 1) / tokens_per_tile * num_kv_heads;
+    longest = length > longest ? length : longest;
+    const int64_t kv = window && window < args.kv_lens[s] ? window : args.kv_lens[s];
+    visible += kv * length;
+  }
+  const int64_t splits_per_tile = table_stride * block_size / SPLIT + 1, threads = Pool::instance().num_threads();
+  const bool wide = visible * num_kv_heads * group_size * head_dim >= SMALL;
+  if (wide && threads > 1 && splits_per_tile > 1 && num_tiles < 4 * threads) {
+    // Too few tiles to keep the threads busy: the splits of each are computed apart and merged afterwards, to the same bits.
+    const int64_t rows = (longest < tokens_per_tile ? longest : tokens_per_tile) * group_size;
+    const int64_t width = (head_dim + PANEL - 1) / PANEL * PANEL;
+    const int64_t bytes = (rows * (width + 2) * 4 + 63) / 64 * 64;
+    args.partials = Pool::instance().shared(num_tiles * splits_per_tile * bytes);
+    run(ops(dtype).attention, args, true);
+    run(ops(dtype).attention_merge, args, num_tiles > 1);
+    return;
+  }
+  run(ops(dtype).attention, args, wide);
+}
+
+void rms_norm(int dtype, Address x, int64_t x_stride, Address residual, Address weight, Address out, int64_t out_stride,
+              Address total, int64_t num_rows, int64_t size, float eps, bool unit_offset) {
+  const NormArgs args{at(x),    at(residual), at(weight), at(out),    at(total), num_rows,
+                      size,     x_stride,     out_stride, eps,        unit_offset};
+  run(ops(dtype).norm, args, num_rows * size >= SMALL);
+}
+
+void rope(int dtype, Address q, int64_t q_stride, Address k, int64_t k_stride, Address q_out, int64_t q_out_stride, Address k_out,
+          int64_t k_out_stride, Address cos, Address sin, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
+          int64_t head_dim) {
+  RopeArgs args{};
+  args.q = at(q), args.k = at(k), args.q_out = at(q_out), args.k_out = at(k_out);
+  args.q_stride = q_stride, args.k_stride = k_stride, args.q_out_stride = q_out_stride, args.k_out_stride = k_out_stride;
+  args.cos = at<float>(cos), args.sin = at<float>(sin);
+  args.num_tokens = num_tokens, args.num_heads = num_heads, args.num_kv_heads = num_kv_heads, args.head_dim = head_dim;
+  run(ops(dtype).rope, args, num_tokens * (num_heads + num_kv_heads) * head_dim >= SMALL);
+}
+
+void rope_and_store(int dtype, Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride,
+                    Address q_out, int64_t q_out_stride, Address cos, Address sin, Address q_norm, Address k_norm, float eps,
+                    bool unit_offset, Address k_cache, int64_t k_block_stride, int64_t k_head_stride, Address v_cache,
+                    int64_t v_block_stride, int64_t v_head_stride, Address slot_blocks, Address slot_offsets,
+                    int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim) {
+  RopeArgs args{};
+  args.q = at(q), args.k = at(k), args.v = at(v), args.q_out = at(q_out);
+  args.q_stride = q_stride, args.k_stride = k_stride, args.v_stride = v_stride, args.q_out_stride = q_out_stride;
+  args.cos = at<float>(cos), args.sin = at<float>(sin);
+  args.q_norm = at(q_norm), args.k_norm = at(k_norm), args.eps = eps, args.unit_offset = unit_offset;
+  args.k_cache = at(k_cache), args.k_block_stride = k_block_stride, args.k_head_stride = k_head_stride;
+  args.v_cache = at(v_cache), args.v_block_stride = v_block_stride, args.v_head_stride = v_head_stride;
+  args.slot_blocks = at<int64_t>(slot_blocks), args.slot_offsets = at<int64_t>(slot_offsets);
+  args.num_tokens = num_tokens, args.num_heads = num_heads, args.num_kv_heads = num_kv_heads, args.head_dim = head_dim;
+  run(ops(dtype).rope, args, num_tokens * (num_heads + num_kv_heads) * head_dim >= SMALL);
+}
+
+void gated(int dtype, Address gate, int64_t gate_stride, Address up, int64_t up_stride, Address out, int64_t out_stride,
+           int64_t num_rows, int64_t size, int activation) {
+  const GatedArgs args{at(gate), at(up), at(out), num_rows, size, gate_stride, up_stride, out_stride, activation};
+  run(ops(dtype).gated, args, num_rows * size >= SMALL);
+}
+
+// `scales`: of int8 rows, else 0.
+void embedding(int dtype, Address ids, Address weight, Address scales, Address out, int64_t num_tokens, int64_t k,
+               float scale) {
+  const EmbeddingArgs args{at<int64_t>(ids), at<char>(weight), at(out), num_tokens, k, scale, at<float>(scales)};
+  run(scales ? ops(dtype).embedding_int8 : ops(dtype).embedding, args, num_tokens * k >= SMALL);
+}
+
+void gated_strips(int dtype, Address both, int64_t both_stride, Address out, int64_t out_stride, int64_t num_rows, int64_t size,
+                  int activation) {
+  const GatedStripsArgs args{at<float>(both), at(out), num_rows, size, both_stride, out_stride, activation};
+  run(ops(dtype).gated_strips, args, num_rows * size >= SMALL);
+}
+
+void lora(int dtype, Address x, int64_t x_stride, Address y, int64_t y_stride, bool float32_y, bool strips, Address a, Address b,
+          Address ranks, Address widths, int64_t num_parts, int64_t max_rank, int64_t k, int64_t b_width, Address rows,
+          Address blocks, int64_t num_blocks, int64_t num_rows) {
+  const LoraArgs args{at(x),      at(y),     at(a),    at(b), at<int64_t>(ranks), at<int64_t>(widths), at<int64_t>(rows), at<int64_t>(blocks),
+                      num_blocks, num_parts, max_rank, k,     b_width,            x_stride,            y_stride,          float32_y,
+                      strips};
+  run(ops(dtype).lora, args, num_blocks > 1 && num_rows * (k * num_parts + b_width) >= SMALL / 8);
+}
+
+void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num_rows, Address packed, int64_t depth_blocks,
+          int64_t first_strip, int64_t strip_step) {
+  pack_rows(at<char>(rows), row_stride_bytes, row_bytes, num_rows, at<char>(packed), depth_blocks, first_strip, strip_step);
+}
+
+}  // namespace
+
+NB_MODULE(pagewire_kernels_cpu, m) {
+  m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
+  m.attr("ABI") = 2;
+  m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
+  m.def("use", &use, "pick the instruction set that the ops run on");
+  m.def("configure", [](int num_threads, std::vector<int> cpus, int64_t spin_ns) {
+    if (num_threads < 1) throw std::invalid_argument("num_threads must be at least 1");
+    Pool::instance().configure(num_threads, std::move(cpus), spin_ns);
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("num_threads", [] { return Pool::instance().num_threads(); });
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  m.def("read", [](Address buffer, int64_t num_bytes) { return read_all(at<char>(buffer), num_bytes); }, unlocked);
+  m.def("pack", &pack, unlocked);
+  m.def("linear", &linear, unlocked);
+  m.def("linear_int8", &linear_int8, unlocked);
+  m.def("attention", &attention, unlocked);
+  m.def("rms_norm", &rms_norm, unlocked);
+  m.def("rope", &rope, unlocked);
+  m.def("rope_and_store", &rope_and_store, unlocked);
+  m.def("gated", &gated, unlocked);
+  m.def("embedding", &embedding, unlocked);
+  m.def("gated_strips", &gated_strips, unlocked);
+  m.def("lora", &lora, unlocked);
+}

@@ -1,0 +1,40 @@
+// Rows of a packed weight (pack.h), times a scale: a token's embedding from the lm_head it is tied to.
+#pragma once
+
+template <typename T>
+void embedding(const EmbeddingArgs& a, const Region& region) {
+  constexpr int64_t PER_WORD = 4 / sizeof(T);
+  const int64_t num_blocks = (a.k + DEPTH<T> - 1) / DEPTH<T>;
+  for (int64_t token; (token = next_task(region)) < a.num_tokens;) {
+    const int64_t id = a.ids[token];
+    const char* tile = a.weight + id / PANEL * num_blocks * BLOCK_BYTES + id % PANEL / 16 * TILE_BYTES + id % 16 * 4;
+    T* out = (T*)a.out + token * a.k;
+    for (int64_t block = 0; block < num_blocks; ++block, tile += BLOCK_BYTES) {
+      T row[DEPTH<T>];
+      for (int64_t word = 0; word < 16; ++word) __builtin_memcpy(row + word * PER_WORD, tile + word * 64, 4);
+      const int64_t left = smaller(DEPTH<T>, a.k - block * DEPTH<T>);
+      for (int64_t i = 0; i < left; i += W)
+        store_some(out + block * DEPTH<T> + i, vmul(load_some(row + i, left - i), vset(a.scale)), left - i);
+    }
+  }
+}
+
+// The same from int8 rows: q * (the row's scale * scale), rounded once.
+template <typename T>
+void embedding_int8(const EmbeddingArgs& a, const Region& region) {
+  const int64_t num_blocks = (a.k + DEPTH_INT8 - 1) / DEPTH_INT8;
+  for (int64_t token; (token = next_task(region)) < a.num_tokens;) {
+    const int64_t id = a.ids[token];
+    const char* tile = a.weight + id / PANEL * num_blocks * BLOCK_BYTES + id % PANEL / 16 * TILE_BYTES + id % 16 * 4;
+    const vec scale = vset(a.scales[id] * a.scale);
+    T* out = (T*)a.out + token * a.k;
+    for (int64_t block = 0; block < num_blocks; ++block, tile += BLOCK_BYTES) {
+      float row[DEPTH_INT8];
+      for (int64_t word = 0; word < 16; ++word)
+        for (int64_t j = 0; j < 4; ++j) row[word * 4 + j] = (signed char)tile[word * 64 + j];
+      const int64_t left = smaller(DEPTH_INT8, a.k - block * DEPTH_INT8);
+      for (int64_t i = 0; i < left; i += W)
+        store_some(out + block * DEPTH_INT8 + i, vmul(vload(row + i), scale), left - i);
+    }
+  }
+}

@@ -1,0 +1,103 @@
+// int8 weights in tile order: a word is four of them, next to one another in a row of W (pack.h).
+#pragma once
+
+constexpr int64_t DEPTH_INT8 = 64;  // of a block
+
+// Byte J of each word times 2^24, as float32 (exact): at the top of the word it has its sign without a shift back.
+constexpr float BYTE_UNIT = 0x1p-24f;
+
+#if defined(__AVX512F__)
+template <int J>
+INLINE vec load_byte(const char* p) {
+  __m512i words = _mm512_loadu_si512(p);
+  if (J < 3) words = _mm512_slli_epi32(words, 24 - 8 * J);
+  if (J > 0) words = _mm512_and_si512(words, _mm512_set1_epi32(0xff000000));
+  return _mm512_cvtepi32_ps(words);
+}
+INLINE void store_pair(char* p, vec low, vec high) {  // as two bfloat16, for numbers that are such
+  _mm512_storeu_si512(p, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high)));
+}
+INLINE vec from_integers(const float* p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
+INLINE vec vabs(vec x) { return _mm512_abs_ps(x); }
+INLINE vec vmax_magnitude(vec a, vec b) {  // of two that aren't negative; NaN is the greatest
+  return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+INLINE void store_int8(char* p, vec x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x))); }
+#else
+template <int J>
+INLINE vec load_byte(const char* p) {
+  __m256i words = _mm256_loadu_si256((const __m256i*)p);
+  if (J < 3) words = _mm256_slli_epi32(words, 24 - 8 * J);
+  if (J > 0) words = _mm256_and_si256(words, _mm256_set1_epi32(0xff000000));
+  return _mm256_cvtepi32_ps(words);
+}
+INLINE void store_pair(char* p, vec low, vec high) {
+  const __m256i words = _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(low), 16), _mm256_castps_si256(high));
+  _mm256_storeu_si256((__m256i*)p, words);
+}
+INLINE vec from_integers(const float* p) { return _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE vec vabs(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+INLINE vec vmax_magnitude(vec a, vec b) {
+  return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+INLINE void store_int8(char* p, vec x) {
+  const __m256i words = _mm256_cvtps_epi32(x);
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
+}
+#endif
+
+// One word row (16 words) of a strip into the tile order of T. `word` counts within the block's 16.
+INLINE void unpack_word(const char* from, int64_t word, char* strip, float) {
+  char* to = strip + word / 4 * BLOCK_BYTES + word % 4 * 4 * 64;  // four rows of one float each
+  for (int v = 0; v < VECTORS; ++v, from += W * 4, to += W * 4) {
+    vstore((float*)to, load_byte<0>(from));
+    vstore((float*)(to + 64), load_byte<1>(from));
+    vstore((float*)(to + 128), load_byte<2>(from));
+    vstore((float*)(to + 192), load_byte<3>(from));
+  }
+}
+INLINE void unpack_word(const char* from, int64_t word, char* strip, bf16) {
+  char* to = strip + word / 8 * BLOCK_BYTES + word % 8 * 2 * 64;  // two rows of a pair each
+  for (int v = 0; v < VECTORS; ++v, from += W * 4, to += W * 4) {
+    store_pair(to, load_byte<0>(from), load_byte<1>(from));
+    store_pair(to + 64, load_byte<2>(from), load_byte<3>(from));
+  }
+}
+
+// Blocks of 64 k of a panel of int8, as blocks of DEPTH<T> k of T, times 2^24: exact in either type.
+template <typename T>
+void unpack_blocks(const char* from, int64_t num_blocks, char* to) {
+  for (int64_t block = 0; block < num_blocks; ++block, from += BLOCK_BYTES, to += DEPTH_INT8 / DEPTH<T> * BLOCK_BYTES)
+    for (int64_t strip = 0; strip < 2; ++strip)
+      for (int64_t word = 0; word < 16; ++word)
+        unpack_word(from + strip * TILE_BYTES + word * 64, word, to + strip * TILE_BYTES, T());
+}
+
+// x = scale * q with q the nearest int8 in -127 ... 127 and scale = max |x| / 127, row by row. q is padded with zeros to whole
+// blocks. A row with an infinity or a NaN gets it for its scale, so that it spoils the results as it would have.
+template <typename T>
+void quantize_rows(const QuantizeArgs& a, const Region& region) {
+  for (int64_t row; (row = next_task(region)) < a.num_rows;) {
+    const T* x = (const T*)a.x + row * a.x_stride;
+    vec top = vzero();
+    for (int64_t i = 0; i < a.size; i += W) top = vmax_magnitude(top, vabs(load_some(x + i, a.size - i)));
+    float lanes[W];
+    vstore(lanes, top);
+    uint32_t bits = 0;
+    for (int i = 0; i < W; ++i) {
+      uint32_t lane;
+      __builtin_memcpy(&lane, lanes + i, 4);
+      bits = lane > bits ? lane : bits;
+    }
+    float largest;
+    __builtin_memcpy(&largest, &bits, 4);
+    a.scales[row] = largest / 127.0f;
+    const vec inverse = vset(bits ? 127.0f / largest : 0.0f), limit = vset(127.0f), low = vset(-127.0f);
+    char* q = a.out + row * a.out_stride;
+    for (int64_t i = 0; i < a.out_stride; i += W) {
+      const vec scaled = i < a.size ? vmul(load_some(x + i, a.size - i), inverse) : vzero();
+      store_int8(q + i, vmax(vmin(scaled, limit), low));
+    }
+  }
+}

@@ -1,0 +1,109 @@
+// out = act(x Wᵀ + bias) + residual, over a packed weight (pack.h).
+//
+// A task is a chunk of panels times a block of rows; the chunk's part of the weight stays in L2 while the rows pass over it.
+// When K is so long that a few panels don't fit, it is cut into pieces whose partial sums stay in float32 in scratch: the same
+// additions in the same order, so nothing depends on the cut. With few rows there is one pass over the weight, from memory.
+#pragma once
+
+constexpr int64_t ROW_BLOCK = 288;            // rows of a task, at most
+constexpr int64_t ROW_STEP = 96;              // ... whole blocks of rows on vectors (12) and on tiles (32)
+constexpr int64_t CHUNK_BYTES = 320 << 10;    // of the weight, in L2
+constexpr int64_t MAX_CHUNK = 8;              // panels
+constexpr int64_t PIECE_BLOCKS = 48;          // depth of a piece of K when it is cut, at most
+constexpr int64_t STREAMED_CHUNK = 128 << 10;  // bytes of the weight dealt out at a time when it is read once
+
+template <typename T>
+struct LinearPlan {
+  int64_t num_panels, num_blocks, panels_per_task, blocks_per_piece, row_block, num_row_blocks, num_tasks;
+
+  LinearPlan(const LinearArgs& a, int64_t num_threads) {
+    const int64_t columns = a.activation ? 2 * round_up(a.n_out, 16) : a.n_out;
+    num_panels = round_up(columns, PANEL) / PANEL;
+    num_blocks = round_up(a.k, DEPTH<T>) / DEPTH<T>;
+    blocks_per_piece = num_blocks;
+    const int64_t least = (a.m + ROW_BLOCK - 1) / ROW_BLOCK;
+    row_block = smaller(a.m, round_up((a.m + least - 1) / least, ROW_STEP));
+    num_row_blocks = (a.m + row_block - 1) / row_block;
+    if (a.m <= MAX_ROWS<T>) {
+      panels_per_task = larger(1, STREAMED_CHUNK / (num_blocks * BLOCK_BYTES));
+    } else {
+      if (num_blocks > PIECE_BLOCKS) {
+        const int64_t num_pieces = (num_blocks + PIECE_BLOCKS - 1) / PIECE_BLOCKS;
+        blocks_per_piece = (num_blocks + num_pieces - 1) / num_pieces;
+      }
+      panels_per_task = smaller(MAX_CHUNK, larger(1, CHUNK_BYTES / (blocks_per_piece * BLOCK_BYTES)));
+    }
+    const int64_t fair = num_panels * num_row_blocks / (num_threads * 4);  // tasks enough that no thread waits for long
+    panels_per_task = larger(1, smaller(panels_per_task, fair));
+    num_tasks = (num_panels + panels_per_task - 1) / panels_per_task * num_row_blocks;
+  }
+};
+
+INLINE vec bias_at(const LinearArgs& a, int64_t column) { return a.bias ? vload(a.bias + column) : vzero(); }
+
+// One row of a panel: `count` output columns from `column` on.
+template <typename T, typename Out>
+INLINE void finish_row(const LinearArgs& a, int64_t row, int64_t panel, const float* c) {
+  const int64_t width = a.activation ? PANEL / 2 : PANEL, column = panel * width;
+  Out* out = (Out*)a.out + row * a.out_stride + column;
+  const T* residual = (const T*)a.residual + row * a.residual_stride + column;
+  const int64_t count = smaller(width, a.n_out - column);
+  for (int64_t i = 0; i < count; i += W) {
+    vec y = vadd(vload(c + i), bias_at(a, panel * PANEL + i));
+    if (a.activation) y = gated(y, vadd(vload(c + 16 + i), bias_at(a, panel * PANEL + 16 + i)), a.activation);
+    if (count - i >= W) {
+      vstore(out + i, a.residual ? vadd(y, vload(residual + i)) : y);
+    } else {
+      vstore(out + i, a.residual ? vadd(y, vload(residual + i, count - i)) : y, count - i);
+    }
+  }
+}
+
+template <typename T>
+INLINE void finish(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel, const float* c) {
+  for (int64_t i = 0; i < rows; ++i) {
+    if (a.float32_out) {
+      finish_row<T, float>(a, row + i, panel, c + i * PANEL);
+    } else {
+      finish_row<T, T>(a, row + i, panel, c + i * PANEL);
+    }
+  }
+}
+
+template <typename T>
+void linear_task(const LinearArgs& a, const LinearPlan<T>& plan, int64_t task, float* sums, TileScope& scope) {
+  const int64_t first_panel = task / plan.num_row_blocks * plan.panels_per_task;
+  const int64_t last_panel = smaller(first_panel + plan.panels_per_task, plan.num_panels);
+  const int64_t first_row = task % plan.num_row_blocks * plan.row_block;
+  const int64_t last_row = smaller(first_row + plan.row_block, a.m);
+  const int64_t panel_bytes = plan.num_blocks * BLOCK_BYTES;
+  const bool whole = plan.blocks_per_piece == plan.num_blocks;
+  for (int64_t block = 0; block < plan.num_blocks; block += plan.blocks_per_piece) {
+    const int64_t blocks = smaller(plan.blocks_per_piece, plan.num_blocks - block);
+    const bool last = block + blocks == plan.num_blocks;
+    for (int64_t row = first_row; row < last_row;) {
+      const int64_t rows = next_rows<T>(last_row - row);
+      for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+        float* c = whole ? sums : sums + ((panel - first_panel) * plan.row_block + row - first_row) * PANEL;
+        const T* x = (const T*)a.x + row * a.x_stride + block * DEPTH<T>;
+        const char* weight = a.weight + panel * panel_bytes + block * BLOCK_BYTES;
+        multiply(rows, Product<T>{x, a.x_stride, weight, blocks, c, PANEL}, block > 0, scope);
+        if (last) finish<T>(a, row, rows, panel, c);
+      }
+      row += rows;
+    }
+  }
+}
+
+template <typename T>
+void linear(const LinearArgs& a, const Region& region) {
+  const LinearPlan<T> plan(a, region.num_threads);
+  TileScope scope;
+  for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
+    linear_task(a, plan, task, (float*)region.scratch, scope);
+}
+
+template <typename T>
+int64_t linear_scratch(const LinearArgs& a) {
+  return larger(smaller(a.m, ROW_BLOCK) * MAX_CHUNK, MAX_ROWS<T>) * PANEL * sizeof(float);
+}

@@ -1,0 +1,67 @@
+// The integer kind of linear_int8.h: x int8 [m, whole blocks], its scales [m], sums in 32 bits.
+//
+// For q w with both in -127 ... 127: |w| * (q with w's sign), a pair of which stays below 2^15. Vectors of 256 bits on every
+// instruction set; the sums are exact, so every set gives the same bits.
+#pragma once
+
+constexpr int64_t W8A8_ROWS = 3;  // 12 of 16 registers accumulate
+
+template <int ROWS>
+void multiply_w8a8(const char* a, int64_t stride, const char* b, int64_t num_blocks, int32_t* c) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i acc[2][ROWS][2];
+#pragma GCC unroll 2
+  for (int strip = 0; strip < 2; ++strip)
+#pragma GCC unroll 4
+    for (int i = 0; i < ROWS; ++i) acc[strip][i][0] = acc[strip][i][1] = _mm256_setzero_si256();
+  for (int64_t block = 0; block < num_blocks; ++block, b += BLOCK_BYTES, a += DEPTH_INT8)
+#pragma GCC unroll 2
+    for (int strip = 0; strip < 2; ++strip)
+#pragma GCC unroll 4
+      for (int word = 0; word < 16; ++word)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const __m256i w = _mm256_loadu_si256((const __m256i*)(b + strip * TILE_BYTES + word * 64 + v * 32));
+          const __m256i magnitude = _mm256_abs_epi8(w);
+#pragma GCC unroll 4
+          for (int i = 0; i < ROWS; ++i) {
+            int32_t four;
+            __builtin_memcpy(&four, a + i * stride + word * 4, 4);
+            const __m256i x = _mm256_sign_epi8(_mm256_set1_epi32(four), w);
+            const __m256i pairs = _mm256_maddubs_epi16(magnitude, x);
+            acc[strip][i][v] = _mm256_add_epi32(acc[strip][i][v], _mm256_madd_epi16(pairs, ones));
+          }
+        }
+#pragma GCC unroll 2
+  for (int strip = 0; strip < 2; ++strip)
+#pragma GCC unroll 4
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v)
+        _mm256_storeu_si256((__m256i*)(c + i * PANEL + strip * 16 + v * 8), acc[strip][i][v]);
+}
+
+template <typename T>
+void linear_w8a8(const LinearArgs& a, const Region& region) {
+  const Int8Plan<T> plan(a, region.num_threads, a.m <= W8A8_ROWS);
+  float* sums = (float*)region.scratch;
+  for (int64_t task; (task = next_task(region)) < plan.num_tasks;) {
+    const Int8Part part(a, plan, task);
+    for (int64_t row = part.first_row; row < part.last_row; row += W8A8_ROWS) {
+      const int64_t rows = smaller(W8A8_ROWS, part.last_row - row);
+      for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) {
+        const char* x = (const char*)a.x + row * a.x_stride;
+        const char* weight = a.weight + panel * plan.num_blocks * BLOCK_BYTES;
+        switch (rows) {
+          case 1: multiply_w8a8<1>(x, a.x_stride, weight, plan.num_blocks, (int32_t*)sums); break;
+          case 2: multiply_w8a8<2>(x, a.x_stride, weight, plan.num_blocks, (int32_t*)sums); break;
+          default: multiply_w8a8<3>(x, a.x_stride, weight, plan.num_blocks, (int32_t*)sums);
+        }
+        finish_int8<T>(a, row, rows, panel, sums);
+      }
+    }
+  }
+}
+
+template <typename T>
+int64_t linear_w8a8_scratch(const LinearArgs&) { return W8A8_ROWS * PANEL * (int64_t)sizeof(float); }

@@ -1,0 +1,204 @@
+"""Which block is used by whom and which content can be found again: reference counts, LRU free list, prefix cache.
+
+A block is free when nobody references it, cached or not. The free list is in the order of eviction:
+
+    [ blocks without content | cached blocks, least recently used first ]
+      ^ allocate() takes from here, a cached block loses its key then
+
+`release` puts a sequence's blocks back tail first, so tails go before heads. Together with `commit`, which exchanges
+a duplicate for the block already cached, what the pool holds of a chain is always prefix-closed, as long as callers
+
+    * commit a chain in order, each block while holding all blocks before it, and
+    * hold and release whole prefixes: who references block i of a chain references blocks 0 … i-1 too.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.events import CacheEvent, EventKind, in_runs
+
+
+class BlockPool:
+    """`num_blocks` blocks, named 0 … num_blocks-1. Not thread-safe; no clock, no I/O.
+
+    `generations[id]` grows by one whenever a block is handed out anew; a reader that copies a block without holding
+    it compares the value before and after. The array may live in memory that peers can read.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        enable_caching: bool = True,
+        generations: npt.NDArray[np.uint64] | None = None,
+    ) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        if generations is not None and generations.shape != (num_blocks,):
+            raise ValueError(f"generations must have shape ({num_blocks},), got {generations.shape}")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.generations = np.zeros(num_blocks, dtype=np.uint64) if generations is None else generations
+        self.num_evictions = 0
+        self.num_releases = 0
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict((block_id, None) for block_id in range(num_blocks))
+        self._block_ids: dict[bytes, int] = {}  # key -> the one block that has this content
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._token_ids: list[tuple[int, ...]] = [()] * num_blocks
+        self._events: list[tuple[EventKind, bytes]] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody references, cached or not."""
+        return len(self._free)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by key, referenced or not."""
+        return len(self._block_ids)
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def generation(self, block_id: int) -> int:
+        return int(self.generations[block_id])
+
+    def is_cached(self, key: bytes) -> bool:
+        return key in self._block_ids
+
+    def find(self, key: bytes) -> int | None:
+        """The block that has this content."""
+        return self._block_ids.get(key)
+
+    def cached_keys(self) -> list[bytes]:
+        return list(self._block_ids)
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """`num_blocks` blocks with one reference each, or None (and no change) when fewer are free."""
+        if num_blocks > len(self._free):
+            return None
+        block_ids = []
+        for _ in range(num_blocks):
+            block_id, _ = self._free.popitem(last=False)
+            if self._keys[block_id] is not None:
+                self._forget(block_id)
+                self.num_evictions += 1
+            self._ref_counts[block_id] = 1
+            self.generations[block_id] += np.uint64(1)
+            block_ids.append(block_id)
+        return block_ids
+
+    def match(self, keys: Sequence[bytes], token_ids: Sequence[int], block_size: int) -> list[int]:
+        """The blocks of the longest cached prefix of `keys`, a reference taken on each; token ids are compared too."""
+        block_ids = []
+        for i, key in enumerate(keys):
+            block_id = self._block_ids.get(key)
+            if block_id is None or self._token_ids[block_id] != tuple(token_ids[i * block_size : (i + 1) * block_size]):
+                break
+            block_ids.append(block_id)
+        self.acquire(block_ids)
+        return block_ids
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """One more reference on each. A free block may be acquired only while it is cached, else it has no content."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                if self._keys[block_id] is None:
+                    raise ValueError(f"block {block_id} is free and holds nothing; it cannot be acquired")
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> int:
+        """Gives up one reference on each of `block_ids`, which are in sequence order. Returns how many became free."""
+        num_releases = self.num_releases
+        for block_id in reversed(block_ids):
+            if self._ref_counts[block_id] <= 0:
+                raise ValueError(f"block {block_id} is released but nobody references it")
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+                self.num_releases += 1
+                if self._keys[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+        return self.num_releases - num_releases
+
+    def commit(self, block_id: int, key: bytes, token_ids: Sequence[int]) -> int:
+        """Declares a referenced block full and immutable, to be found by `key`. Returns the block to use from now on.
+
+        If another block already has this content, the caller's reference moves to that one and `block_id` is released:
+        kept duplicates would leave a chain whose head is evicted while its tail is still cached.
+        """
+        if self._ref_counts[block_id] <= 0:
+            raise ValueError(f"block {block_id} is committed but nobody references it")
+        if not self.enable_caching or self._keys[block_id] == key:
+            return block_id
+        if self._keys[block_id] is not None:
+            raise ValueError(f"block {block_id} is committed under a second key")
+        canonical = self._block_ids.get(key)
+        if canonical is not None:
+            self.acquire([canonical])
+            self.release([block_id])
+            return canonical
+        self._block_ids[key] = block_id
+        self._keys[block_id] = key
+        self._token_ids[block_id] = tuple(token_ids)
+        self._events.append(("stored", key))
+        return block_id
+
+    def reset(self) -> int:
+        """Forgets the content of all free blocks; referenced ones stay (their chains stay whole). Returns how many."""
+        num_forgotten = self._forget_all([block_id for block_id in self._free if self._keys[block_id] is not None])
+        if not self._block_ids:
+            self._events = [("cleared", b"")]
+        return num_forgotten
+
+    def forget(self, keys: Iterable[bytes]) -> int:
+        """The same for blocks of these keys, which are to be whole tails of chains."""
+        found = (self._block_ids.get(key) for key in keys)
+        return self._forget_all([each for each in found if each is not None and self._ref_counts[each] == 0])
+
+    def _forget_all(self, block_ids: list[int]) -> int:
+        for block_id in reversed(block_ids):
+            self._free.move_to_end(block_id, last=False)
+        for block_id in block_ids:
+            self._forget(block_id)
+        return len(block_ids)
+
+    def take_events(self) -> list[CacheEvent]:
+        """What changed since the last call, in order; runs of the same kind come as one event."""
+        pending, self._events = self._events, []
+        return in_runs(pending)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not agree with each other."""
+        free = {block_id for block_id, count in enumerate(self._ref_counts) if count == 0}
+        _expect(all(count >= 0 for count in self._ref_counts), "a reference count is negative")
+        _expect(free == set(self._free), "the free list is not the set of unreferenced blocks")
+        keyed = {key: block_id for block_id, key in enumerate(self._keys) if key is not None}
+        _expect(keyed == self._block_ids, "keys and blocks do not agree")
+        _expect(self.enable_caching or not keyed, "something is cached although caching is off")
+        cached_seen = False
+        for block_id in self._free:
+            cached_seen = cached_seen or self._keys[block_id] is not None
+            _expect(not cached_seen or self._keys[block_id] is not None, "an empty block lies behind a cached one")
+
+    def _forget(self, block_id: int) -> None:
+        key = self._keys[block_id]
+        assert key is not None
+        del self._block_ids[key]
+        self._keys[block_id] = None
+        self._token_ids[block_id] = ()
+        self._events.append(("removed", key))
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

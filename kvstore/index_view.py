@@ -1,0 +1,161 @@
+"""What a router knows of all workers, kept right by rules alone: which event continues and who must be re-read."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from kvstore.events import LOWER_TIERS
+from kvstore.memory_index import MemoryIndex
+from kvstore.redis_keys import BlockEvent
+from kvstore.registry import WorkerRecord
+
+EventId = tuple[int, int]
+Position = tuple[int, int, int]
+
+START: EventId = (0, 0)
+_MAX_WAITING = 4096
+
+
+class IndexView:
+    """Events in, holdings out; no I/O, no clock.
+
+    One worker's history in stream order, and what becomes of each event once its snapshot was taken at S:
+
+        … e  e  e | S | e(seq+1)   e(seq+2)    gap, step back or new incarnation
+          skipped       applied    applied     -> the worker is read again; its events wait until that is done
+
+    Methods that return worker ids say who must be read again: `finish_read` is to be called for each of them.
+    """
+
+    def __init__(self) -> None:
+        self.memory = MemoryIndex()  # of the device
+        self.lower: dict[str, MemoryIndex] = {tier: MemoryIndex() for tier in LOWER_TIERS}
+        self.num_reads = 0  # workers read so far, the first time included
+        self.version = 0  # grows whenever who is registered, or as what, changes
+        self._as_of: dict[str, EventId] = {}
+        self._waiting: dict[str, list[tuple[EventId, BlockEvent]]] = {}
+        self._suspects: dict[str, tuple[Position, Position]] = {}
+
+    @property
+    def is_reading(self) -> bool:
+        """True while some worker waits to be read again."""
+        return bool(self._waiting)
+
+    def restart(self) -> None:
+        """The stream is another one, or was not followed for a while: event ids known so far mean nothing."""
+        self._as_of = dict.fromkeys(self._as_of, START)
+        self._waiting.clear()
+        self._suspects.clear()
+
+    def apply(self, event_id: EventId, event: BlockEvent) -> list[str]:
+        """Takes the next event of the stream."""
+        worker_id = event.worker_id
+        waiting = self._waiting.get(worker_id)
+        if waiting is not None:
+            waiting.append((event_id, event))
+            del waiting[:-_MAX_WAITING]
+            return []
+        record = self.memory.workers().get(worker_id)
+        if record is None:
+            return self.expect_read([worker_id]) if event.kind != "deregistered" else []
+        if event_id <= self._as_of.get(worker_id, START):
+            return []
+        incarnation, generation, seq = record.position
+        if event.incarnation != incarnation:
+            for memory in self._memories():  # what an older incarnation said is void
+                memory.clear(worker_id)
+            return self.expect_read([worker_id])
+        if event.kind == "deregistered":
+            self._forget(worker_id)
+            return []
+        continues = event.position == (incarnation, generation, seq + 1)
+        begins = event.kind == "registered" and event.generation > generation and event.seq == 1
+        if not continues and not begins:
+            return self.expect_read([worker_id])
+        if event.kind == "registered":
+            for memory in self._memories():
+                memory.clear(worker_id)
+        self._change(event)
+        self.memory.advance(worker_id, event.generation, event.seq)
+        return []
+
+    def _change(self, event: BlockEvent) -> None:
+        memory = self.memory if event.tier == "device" else self.lower.get(event.tier)
+        if memory is None:
+            return  # a tier that this version doesn't know
+        if event.cleared:
+            memory.clear(event.worker_id)
+        memory.remove(event.worker_id, event.removed)
+        memory.store(event.worker_id, event.stored)
+
+    def _memories(self) -> tuple[MemoryIndex, ...]:
+        return self.memory, *self.lower.values()
+
+    def expect_read(self, worker_ids: Iterable[str]) -> list[str]:
+        """From now on the workers' events wait; returns those that were not being read already."""
+        new = [worker_id for worker_id in worker_ids if worker_id not in self._waiting]
+        for worker_id in new:
+            self._waiting[worker_id] = []
+        return new
+
+    def begin_snapshot(self, record: WorkerRecord) -> None:
+        """Redis has this record; its blocks are to be put into `memory` and `lower` next, in pieces.
+
+        Until `finish_read` the record has no position, so that a read that is broken off is noticed.
+        """
+        known = self.memory.workers().get(record.worker_id)
+        if known is None or replace(known, generation=0, seq=0) != replace(record, generation=0, seq=0):
+            self.version += 1
+        for memory in self._memories():
+            memory.register(replace(record, generation=0, seq=-1))
+
+    def finish_read(self, worker_id: str, record: WorkerRecord | None, as_of: EventId) -> list[str]:
+        """The worker is as it was when `as_of` was the stream's last id; `record` None: Redis does not have it."""
+        self.num_reads += 1
+        waiting = self._waiting.pop(worker_id, [])
+        self._suspects.pop(worker_id, None)
+        if record is None:
+            self._forget(worker_id)
+        else:
+            self.memory.advance(worker_id, record.generation, record.seq)
+            self._as_of[worker_id] = as_of
+        for index, (event_id, event) in enumerate(waiting):
+            if again := self.apply(event_id, event):
+                self._waiting[worker_id] += waiting[index:]
+                return again
+        return []
+
+    def reconcile(self, positions: Mapping[str, Position]) -> list[str]:
+        """Compares with everybody's position in Redis; whoever is missing there has lost its lease.
+
+        The two are not taken at the same moment, so a difference counts when the next comparison finds it unresolved.
+        """
+        for worker_id in self.memory.workers().keys() - positions.keys() - self._waiting.keys():
+            self._forget(worker_id)
+        stuck = []
+        for worker_id, position in positions.items():
+            if worker_id in self._waiting:
+                continue
+            record = self.memory.workers().get(worker_id)
+            if record is None:
+                stuck.append(worker_id)
+                continue
+            suspicion = self._suspects.pop(worker_id, None)
+            if record.position == position:
+                continue
+            if suspicion is not None and not _has_caught_up(record.position, *suspicion):
+                stuck.append(worker_id)
+            else:
+                self._suspects[worker_id] = (position, record.position)
+        return self.expect_read(stuck)
+
+    def _forget(self, worker_id: str) -> None:
+        if worker_id in self.memory.workers():
+            self.version += 1
+            for memory in self._memories():
+                memory.unregister(worker_id)
+        self._as_of.pop(worker_id, None)
+        self._suspects.pop(worker_id, None)
+
+
+def _has_caught_up(now: Position, target: Position, before: Position) -> bool:
+    return now != before and now[:2] == target[:2] and now[2] >= target[2]

@@ -1,0 +1,128 @@
+"""Names and encodings in Redis (DESIGN §8): key names with the cluster hash tag, the fields of an event, key blobs."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvstore.events import Tier
+
+MODELS = "pw:models"
+INDEX_KEY_BYTES = 16
+
+EventKind = Literal["registered", "changed", "deregistered"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisKeys:
+    """Names below one model's root. The braces make all of them live in one cluster slot."""
+
+    root: bytes
+
+    @property
+    def prefix(self) -> str:
+        return f"pw:{{{self.root[:16].hex()}}}:"
+
+    @property
+    def workers(self) -> str:
+        """SET of worker ids: who to ask for; whoever has no lease any more is gone."""
+        return f"{self.prefix}workers"
+
+    @property
+    def events(self) -> str:
+        """STREAM of every change of every worker's holdings."""
+        return f"{self.prefix}events"
+
+    def worker(self, worker_id: str) -> str:
+        """HASH with the worker's record; it expires with the worker's lease."""
+        return f"{self.prefix}worker:{worker_id}"
+
+    @property
+    def blocks_prefix(self) -> str:
+        return f"{self.prefix}blocks:"
+
+    def blocks(self, worker_id: str, incarnation: int, tier: Tier = "device") -> str:
+        """SET of the 16-byte keys of the blocks the worker holds there."""
+        name = f"{self.blocks_prefix}{worker_id}:{incarnation}"
+        return name if tier == "device" else f"{name}:{tier}"
+
+
+def index_keys(keys: Iterable[bytes]) -> list[bytes]:
+    """The 16 bytes of each key that the index carries."""
+    return [key[:INDEX_KEY_BYTES] for key in keys]
+
+
+def split_keys(blob: bytes) -> tuple[bytes, ...]:
+    """Cuts concatenated index keys apart; ValueError if a part is left over."""
+    if len(blob) % INDEX_KEY_BYTES:
+        raise ValueError(f"{len(blob)} bytes are no whole number of {INDEX_KEY_BYTES}-byte keys")
+    return tuple(blob[i : i + INDEX_KEY_BYTES] for i in range(0, len(blob), INDEX_KEY_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """One entry of the event stream, complete in itself: who, in which life, the how-manieth, and what changed.
+
+    Applied in the order: cleared, removed, stored. `group` is the KV group id, `tier` where the blocks lie;
+    "registered" and "deregistered" are of all tiers.
+    """
+
+    worker_id: str
+    incarnation: int
+    generation: int
+    seq: int
+    kind: EventKind = "changed"
+    cleared: bool = False
+    removed: tuple[bytes, ...] = ()
+    stored: tuple[bytes, ...] = ()
+    group: int = 0
+    tier: str = "device"
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """As `WorkerRecord.position`, after this event."""
+        return self.incarnation, self.generation, self.seq
+
+    def to_fields(self) -> dict[str, str | bytes]:
+        """The event as stream fields."""
+        fields: dict[str, str | bytes] = {
+            "worker": self.worker_id,
+            "incarnation": str(self.incarnation),
+            "generation": str(self.generation),
+            "seq": str(self.seq),
+            "group": str(self.group),
+            "tier": self.tier,
+        }
+        if self.kind != "changed":
+            fields[self.kind] = "1"
+        if self.cleared:
+            fields["cleared"] = "1"
+        if self.removed:
+            fields["removed"] = b"".join(self.removed)
+        if self.stored:
+            fields["stored"] = b"".join(self.stored)
+        return fields
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[bytes, bytes]) -> "BlockEvent":
+        """Reads `to_fields`; ValueError if the entry is not an event."""
+        kind: EventKind = "changed"
+        if b"registered" in fields:
+            kind = "registered"
+        elif b"deregistered" in fields:
+            kind = "deregistered"
+        try:
+            return cls(
+                worker_id=fields[b"worker"].decode(),
+                incarnation=int(fields[b"incarnation"]),
+                generation=int(fields[b"generation"]),
+                seq=int(fields[b"seq"]),
+                kind=kind,
+                cleared=b"cleared" in fields,
+                removed=split_keys(fields.get(b"removed", b"")),
+                stored=split_keys(fields.get(b"stored", b"")),
+                group=int(fields[b"group"]),
+                tier=fields[b"tier"].decode(),
+            )
+        except KeyError as error:
+            raise ValueError(f"an index event lacks the field {error}") from error

@@ -1,0 +1,77 @@
+"""A lookup answered by Redis itself: bisection on the server, one round trip, a budget, and a pause after a failure."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError
+
+from kvstore.background import within
+from kvstore.redis_connection import CONNECTION_ERRORS, result
+from kvstore.redis_keys import RedisKeys, index_keys
+
+logger = logging.getLogger(__name__)
+
+# What a worker holds is prefix-closed, so "holds keys[i]" is true up to the depth and false from there on. The first
+# key is asked for first: most workers have nothing of a prompt.
+# KEYS: the workers' hashes. ARGV: name of their sets up to "<id>:<incarnation>", the 16-byte keys in one piece, ids.
+_SCRIPT = """
+local num_keys = #ARGV[2] / 16
+local depths = {}
+for w = 1, #KEYS do
+  local low, high, middle = 0, num_keys, 1
+  local incarnation = redis.call('HGET', KEYS[w], 'incarnation')
+  if not incarnation then high = 0 end
+  local blocks = ARGV[1] .. ARGV[2 + w] .. ':' .. (incarnation or '')
+  while low < high do
+    if redis.call('SISMEMBER', blocks, string.sub(ARGV[2], 16 * middle - 15, 16 * middle)) == 1 then
+      low = middle
+    else
+      high = middle - 1
+    end
+    middle = math.floor((low + high + 1) / 2)
+  end
+  depths[w] = low
+end
+return depths
+"""
+_SCRIPT_SHA = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
+
+_PAUSE_SECONDS = 1.0
+
+
+class DirectLookup:
+    """Runs the script. After a failure it answers None at once for a second, so that a slow Redis costs little."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._paused_until = 0.0
+
+    async def lookup(
+        self, redis: Redis, names: RedisKeys, keys: Sequence[bytes], worker_ids: Sequence[str]
+    ) -> dict[str, int] | None:
+        """Hit depth in blocks by worker id, or None if Redis did not answer in time."""
+        now = asyncio.get_running_loop().time()
+        if now < self._paused_until:
+            return None
+        if not worker_ids or not keys:
+            return dict.fromkeys(worker_ids, 0)
+        arguments: list[Any] = [*map(names.worker, worker_ids), names.blocks_prefix]
+        arguments += [b"".join(index_keys(keys)), *worker_ids]
+        try:
+            depths = await within(self._timeout, self._run(redis, len(worker_ids), arguments))
+        except CONNECTION_ERRORS as error:
+            logger.debug("no direct lookup for %g s: %r", _PAUSE_SECONDS, error)
+            self._paused_until = asyncio.get_running_loop().time() + _PAUSE_SECONDS
+            return None
+        return dict(zip(worker_ids, map(int, depths), strict=True))
+
+    @staticmethod
+    async def _run(redis: Redis, num_workers: int, arguments: list[Any]) -> Any:
+        try:
+            return await result(redis.evalsha(_SCRIPT_SHA, num_workers, *arguments))
+        except NoScriptError:
+            return await result(redis.eval(_SCRIPT, num_workers, *arguments))

@@ -1,0 +1,38 @@
+"""A block below the device: what it is, and where and in what state it lies in a tier."""
+
+import hashlib
+from dataclasses import dataclass, field
+
+OWNER_BYTES = 16
+NO_OWNER = bytes(OWNER_BYTES)
+
+
+def owner_of(cache_salt: str) -> bytes:
+    """Names a tenant by its salt, 16 bytes, so that the salt itself need not lie on a disk."""
+    return hashlib.sha256(b"pw-own-1" + cache_salt.encode()).digest()[:OWNER_BYTES] if cache_salt else NO_OWNER
+
+
+@dataclass(frozen=True, slots=True)
+class TierBlock:
+    """A full block: 32-byte key, the key before it in its chain (None: the first), its tokens, whose it is."""
+
+    key: bytes
+    parent: bytes | None
+    token_ids: tuple[int, ...]
+    owner: bytes = NO_OWNER
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A block in a slot; callers read it and change it only through the book. `checksum` counts once it is ready."""
+
+    block: TierBlock
+    slot: int
+    checksum: int = 0
+    is_ready: bool = False
+    num_readers: int = 0
+    pinned_until: float = 0.0
+    stamp: int = 0
+    is_gone: bool = False
+    in_heap: bool = False
+    children: set[bytes] = field(default_factory=set)

@@ -1,0 +1,287 @@
+"""Which block lies in which slot of a tier below the device: states, references, chains, eviction.
+
+    begin_store ──► WRITING ── finish_store ──► READY ── evicted, forgotten or cleared ──► slot free
+                       └────── cancel_store ──► slot free
+
+A block that is being written is never found. A block is stored only behind its parent, and only leaves are evicted,
+the least recently used first, so what a tier holds of a chain is prefix-closed. Whoever reads or writes a slot has it:
+a block that is forgotten meanwhile is not found any more, but its slot is reused only when the last reader is done.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from kvstore.events import CacheEvent, EventKind, Tier, in_runs
+from kvstore.tier_block import Entry, TierBlock
+
+
+class TierBook:
+    """`num_slots` slots, 0 … num_slots-1, of which `num_ready` have a block that can be read.
+
+    Pure: not thread-safe, no I/O; `now` is in seconds of any one clock.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+        self.num_slots = num_slots
+        self.num_evictions = 0
+        self.num_ready = 0
+        self._free = dict.fromkeys(range(num_slots - 1, -1, -1))
+        self._entries: dict[bytes, Entry] = {}
+        self._retired: list[int] = []
+        self._leaving: dict[int, Entry] = {}  # forgotten, by slot; somebody still reads or writes there
+        self._heap: list[tuple[int, int, Entry]] = []  # (stamp, slot, leaf), brought up to date when taken out
+        self._pins: list[tuple[float, int, Entry]] = []
+        self._clock = 0
+        self._events: list[tuple[EventKind, bytes]] = []
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a block that can be found or is being read or written."""
+        return len(self._free)
+
+    @property
+    def num_busy(self) -> int:
+        """Blocks that somebody reads or writes now."""
+        return len(self._leaving) + sum(not e.is_ready or e.num_readers > 0 for e in self._entries.values())
+
+    def holds(self, key: bytes) -> bool:
+        """True if the block can be read."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_ready
+
+    def ready_keys(self) -> list[bytes]:
+        """Parents before children."""
+        return [key for key, entry in self._entries.items() if entry.is_ready]
+
+    # --- storing, in two phases ---
+
+    def begin_store(self, block: TierBlock, now: float) -> Entry | None:
+        """A slot to write the block to; None if it is here, its parent is not, or every slot is needed."""
+        parent = None if block.parent is None else self._entries.get(block.parent)
+        if block.key in self._entries or (block.parent is not None and (parent is None or not parent.is_ready)):
+            return None
+        if parent is not None:
+            parent.children.add(block.key)  # so that it is no leaf while room is made
+        self._expire_pins(now)
+        if not self._free and not self._evict():
+            if parent is not None:
+                parent.children.discard(block.key)
+                self._note_if_evictable(parent)
+            return None
+        entry = self._entries[block.key] = Entry(block, self._free.popitem()[0])
+        return entry
+
+    def finish_store(self, entry: Entry, checksum: int) -> bool:
+        """What was written is whole. False if the block was forgotten meanwhile."""
+        if entry.is_gone:
+            self._leave(entry)
+            return False
+        entry.checksum = checksum
+        entry.is_ready = True
+        self.num_ready += 1
+        self._touch(entry)
+        self._note_if_evictable(entry)
+        self._events.append(("stored", entry.block.key))
+        return True
+
+    def cancel_store(self, entry: Entry) -> None:
+        """It could not be written."""
+        if not entry.is_gone:
+            self._remove(entry)
+        self._leave(entry)
+
+    def shrink(self, slot: int) -> None:
+        """There is no room for that free slot nor for those after it: they are not used any more."""
+        for each in [each for each in self._free if each >= slot]:
+            del self._free[each]
+            self._retired.append(each)
+
+    def restore(self, block: TierBlock, slot: int, checksum: int) -> bool:
+        """Books a block found in its slot at start, parents first; False if its parent or its slot is not to be had."""
+        has_parent = block.parent is None or block.parent in self._entries
+        if block.key in self._entries or not has_parent or slot not in self._free:
+            return False
+        del self._free[slot]
+        entry = self._entries[block.key] = Entry(block, slot)
+        if block.parent is not None:
+            self._entries[block.parent].children.add(block.key)
+        return self.finish_store(entry, checksum)
+
+    # --- reading ---
+
+    def match(self, keys: Sequence[bytes], token_ids: Sequence[int], block_size: int, start: int = 0) -> list[Entry]:
+        """The blocks from number `start` of the chain on that can be read without a gap, each with one more reader.
+
+        Token ids are compared too. `release` takes each back.
+        """
+        entries = []
+        for i in range(start, len(keys)):
+            entry = self._entries.get(keys[i])
+            tokens = tuple(token_ids[i * block_size : (i + 1) * block_size])
+            if entry is None or not entry.is_ready or entry.block.token_ids != tokens:
+                break
+            entry.num_readers += 1
+            self._touch(entry)
+            entries.append(entry)
+        return entries
+
+    def read(self, key: bytes) -> Entry | None:
+        """One block with one more reader."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.is_ready:
+            return None
+        entry.num_readers += 1
+        return entry
+
+    def release(self, entries: Iterable[Entry]) -> None:
+        """One reader less for each."""
+        for entry in entries:
+            if entry.num_readers <= 0:
+                raise ValueError(f"slot {entry.slot} is released but nobody reads it")
+            entry.num_readers -= 1
+            if entry.is_gone:
+                self._leave(entry)
+            else:
+                self._note_if_evictable(entry)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """They were of use elsewhere: they are evicted later."""
+        for key in keys:
+            if (entry := self._entries.get(key)) is not None:
+                self._touch(entry)
+
+    # --- forgetting and keeping ---
+
+    def forget(self, key: bytes) -> list[Entry]:
+        """The block and all that come after it are not found any more. Returns them, leaves first."""
+        root = self._entries.get(key)
+        found = [] if root is None else [root]
+        for entry in found:  # grows while it is walked
+            found += [self._entries[child] for child in entry.children]
+        for entry in reversed(found):
+            self._remove(entry)
+            if entry.is_ready:
+                self._leave(entry)
+        return found[::-1]
+
+    def clear(self, owner: bytes | None = None) -> list[Entry]:
+        """Forgets everything, or everything of one tenant. Returns what it was."""
+        heads = [
+            entry.block.key
+            for entry in self._entries.values()
+            if entry.block.parent is None and owner in (None, entry.block.owner)
+        ]
+        forgotten = [entry for key in heads for entry in self.forget(key)]
+        if not self._entries:
+            self._events = [("cleared", b"")]
+        return forgotten
+
+    def pin(self, keys: Sequence[bytes], until: float) -> int:
+        """Keeps the leading blocks of the chain that are here until that time. Returns how many."""
+        for num_pinned, key in enumerate(keys):
+            entry = self._entries.get(key)
+            if entry is None or not entry.is_ready:
+                return num_pinned
+            if until > entry.pinned_until:
+                entry.pinned_until = until
+                heapq.heappush(self._pins, (until, entry.slot, entry))
+        return len(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Ends their pins."""
+        for key in keys:
+            if (entry := self._entries.get(key)) is not None:
+                entry.pinned_until = 0.0
+                self._note_if_evictable(entry)
+
+    def num_pinned(self, now: float) -> int:
+        return sum(entry.pinned_until > now for entry in self._entries.values())
+
+    def take_events(self, tier: Tier = "host") -> list[CacheEvent]:
+        """What changed since the last call, in order, as events of that tier."""
+        pending, self._events = self._events, []
+        return in_runs(pending, tier)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not agree with each other."""
+        used = [entry.slot for entry in (*self._entries.values(), *self._leaving.values())]
+        _expect(
+            sorted([*used, *self._free, *self._retired]) == list(range(self.num_slots)),
+            "a slot is lost or has two blocks",
+        )
+        for key, entry in self._entries.items():
+            _expect(key == entry.block.key and not entry.is_gone, "an entry is booked under another key")
+            _expect(entry.is_ready or not (entry.children or entry.num_readers), "an unwritten block is in use")
+            if entry.block.parent is not None:
+                parent = self._entries.get(entry.block.parent)
+                _expect(parent is not None and parent.is_ready and key in parent.children, "a block has no parent")
+            _expect(all(child in self._entries for child in entry.children), "a block has a child that is gone")
+            _expect(entry.in_heap or not self._is_evictable(entry), "a block could never be evicted")
+        _expect(self.num_ready == sum(e.is_ready for e in self._entries.values()), "ready blocks are miscounted")
+        _expect(all(e.is_gone and (e.num_readers or not e.is_ready) for e in self._leaving.values()), "a slot leaks")
+
+    # --- the books ---
+
+    def _touch(self, entry: Entry) -> None:
+        self._clock += 1
+        entry.stamp = self._clock
+
+    def _is_evictable(self, entry: Entry) -> bool:
+        idle = entry.is_ready and not entry.num_readers and not entry.children
+        return idle and not entry.is_gone and not entry.pinned_until
+
+    def _note_if_evictable(self, entry: Entry) -> None:
+        if self._is_evictable(entry) and not entry.in_heap:
+            entry.in_heap = True
+            heapq.heappush(self._heap, (entry.stamp, entry.slot, entry))
+
+    def _expire_pins(self, now: float) -> None:
+        while self._pins and self._pins[0][0] <= now:
+            _, _, entry = heapq.heappop(self._pins)
+            if entry.pinned_until <= now:
+                entry.pinned_until = 0.0
+                self._note_if_evictable(entry)
+
+    def _evict(self) -> bool:
+        """Makes one slot free, that of the leaf that was not of use for longest."""
+        while self._heap:
+            stamp, _, entry = heapq.heappop(self._heap)
+            entry.in_heap = False
+            if stamp != entry.stamp:
+                self._note_if_evictable(entry)
+            elif self._is_evictable(entry):
+                parent = entry.block.parent
+                if parent is not None:  # whoever used the block has used its parent
+                    self._entries[parent].stamp = max(self._entries[parent].stamp, entry.stamp)
+                self._remove(entry)
+                self._leave(entry)
+                self.num_evictions += 1
+                return True
+        return False
+
+    def _remove(self, entry: Entry) -> None:
+        """It is not found any more; `_leave` follows."""
+        block = entry.block
+        del self._entries[block.key]
+        entry.is_gone = True
+        self._leaving[entry.slot] = entry
+        parent = None if block.parent is None else self._entries.get(block.parent)
+        if parent is not None:
+            parent.children.discard(block.key)
+            self._note_if_evictable(parent)
+        if entry.is_ready:
+            self.num_ready -= 1
+            self._events.append(("removed", block.key))
+
+    def _leave(self, entry: Entry) -> None:
+        """Frees the slot of a forgotten block unless somebody reads it."""
+        if not entry.num_readers:
+            del self._leaving[entry.slot]
+            self._free[entry.slot] = None
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

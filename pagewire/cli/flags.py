@@ -1,0 +1,89 @@
+"""Flags made from the option models, so that type, limit, default and help text are written once."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+
+def fields_of(*classes: type[BaseModel]) -> dict[str, FieldInfo]:
+    """All fields that are flags, by name; where two classes have the same, the first one's."""
+    fields: dict[str, FieldInfo] = {}
+    for cls in classes:
+        for name, field in cls.model_fields.items():
+            if isinstance(field.json_schema_extra, dict):
+                fields.setdefault(name, field)
+    return fields
+
+
+def _parameter(name: str, field: FieldInfo, *, can_switch_off: bool) -> inspect.Parameter:
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    flag = f"--{name.replace('_', '-')}"
+    is_switch = field.annotation is bool
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    default = extra["shown_default"] or ("" if field.default in (None, ()) else str(field.default))
+    # Choices go into the text: as a metavar they would take the column that the flags' names need at 80 characters.
+    help_text = str(field.description)
+    help_text += f" [dim]{'|'.join(choices)}[/dim]" if choices else ""
+    if field.is_required():
+        help_text += " [dim]\\[required][/dim]"
+    elif default and (can_switch_off or not is_switch):
+        help_text += f" [dim]\\[default: {default}][/dim]"
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if is_switch and can_switch_off else flag,
+        help=help_text,
+        rich_help_panel=str(extra["panel"]),
+        metavar="" if is_switch else ("CHOICE" if choices else str(extra["metavar"])),
+        show_default=False,
+    )
+    # Everything is text and optional here: the model checks values, after the environment and the file had their say.
+    kind: Any = Annotated[bool | None, option] if is_switch else Annotated[str | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
+def with_flags(
+    fields: dict[str, FieldInfo], *, without: Iterable[str] = (), can_switch_off: bool = True
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Adds one flag per field to a command, which gets them as keyword arguments; None means not given.
+
+    `can_switch_off`: switches have a --no- form, for what a file or the environment may have switched on.
+    """
+    leave_out = frozenset(without)
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        made = [
+            _parameter(name, field, can_switch_off=can_switch_off)
+            for name, field in fields.items()
+            if name not in leave_out
+        ]
+        made.sort(key=lambda parameter: _panel(fields[parameter.name]))
+        signature = inspect.Signature([*own, *made])
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _panel(field: FieldInfo) -> int:
+    order = (
+        "Model",
+        "Network",
+        "Engine",
+        "Prefix cache",
+        "Routing",
+        "KV transfer",
+        "Admission and shutdown",
+        "Security",
+        "Load",
+        "Dataset",
+        "Sampling",
+        "Result",
+    )
+    extra = field.json_schema_extra
+    panel = extra["panel"] if isinstance(extra, dict) else ""
+    return order.index(str(panel)) if panel in order else len(order)

@@ -1,0 +1,76 @@
+"""Stop strings: text is held back as long as it may still become one, and never longer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopText:
+    """Text that may go out, and the stop string that ended it, if one did."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopMatcher:
+    """Watches one choice's text. The result does not depend on how the text was cut into pieces.
+
+    The stop string that is complete first wins; of those that end at the same character, the longest.
+
+        text so far   ...sent.....|.held.
+                                   `-----' longest suffix that is a proper prefix of a stop string
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
+        self._stops = tuple(dict.fromkeys(stops))
+        self._include = include_in_output
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    @property
+    def held(self) -> str:
+        """Text that waits for more."""
+        return self._held
+
+    def push(self, piece: str) -> StopText:
+        """Takes new text. After a stop nothing more may be pushed."""
+        if not self._stops or not piece:
+            return StopText(piece)
+        text = self._held + piece
+        match = self._first_match(text, len(self._held))
+        if match is not None:
+            end, stop = match
+            self._held = ""
+            return StopText(text[: end if self._include else end - len(stop)], stop)
+        keep = self._held_length(text)
+        self._held = text[len(text) - keep :] if keep else ""
+        return StopText(text[: len(text) - keep])
+
+    def push_unchecked(self, piece: str) -> str:
+        """Takes new text in which a stop string does not count (before min_tokens)."""
+        text, self._held = self._held + piece, ""
+        return text
+
+    def flush(self) -> str:
+        """The held text, when the choice ends for another reason."""
+        text, self._held = self._held, ""
+        return text
+
+    def _first_match(self, text: str, num_old: int) -> tuple[int, str] | None:
+        """(end, stop) of the first complete stop string; it must end in the new text."""
+        best: tuple[int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop, max(0, num_old - len(stop) + 1))
+            if start < 0:
+                continue
+            end = start + len(stop)
+            if best is None or end < best[0] or (end == best[0] and len(stop) > len(best[1])):
+                best = (end, stop)
+        return best
+
+    def _held_length(self, text: str) -> int:
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            suffix = text[len(text) - length :]
+            if any(len(stop) > length and stop.startswith(suffix) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,35 @@
+"""`pagewire prefill`: runs one prefill worker until SIGTERM."""
+
+import asyncio
+import logging
+
+from engine.engine import Engine
+from engine.worker_setup import check_before_loading, load_engine
+from pagewire.config import WorkerConfig
+from pagewire.worker_process import start_metrics
+from prefill_svc.app import PrefillApp
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: WorkerConfig) -> int:
+    """Loads, serves, drains; returns the exit code. Raises what a bad model, port or URL raises."""
+    check_before_loading(config)
+    engine = load_engine(config.engine)
+    try:
+        asyncio.run(_serve(config, engine))
+    finally:
+        engine.close()
+    return 0
+
+
+async def _serve(config: WorkerConfig, engine: Engine) -> None:
+    app = PrefillApp(config, engine)
+    metrics = start_metrics(config, app.registry)
+    try:
+        await app.start()
+        await app.server.serve(app.worker, close_sessions=app.transfers.close)
+    finally:
+        await app.stop()
+        if metrics is not None:
+            metrics.close()

@@ -1,0 +1,135 @@
+"""What a request would cost on a worker: pure functions of plain data; tokens of prefill work are the unit."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pagewire.worker_view import LoadSnapshot, WorkerDescription, WorkerRole
+
+Process = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker as the policy sees it.
+
+    `num_hit_blocks` leading blocks of this prompt lie in its cache, of which `num_lower_blocks` (by tier: "host",
+    "disk", "store") lie below the device, and `num_fetchable_blocks` in that of some worker whose KV fits (it may be
+    this one): what lies between the two can be fetched instead of computed. `serves_model` is False if it serves
+    another model; `has_adapter` False if it lacks the request's, `loads_adapter` True if that is not on its device.
+    `last_chosen` is a counter's value at the last choice, 0 for never.
+    """
+
+    description: WorkerDescription
+    load: LoadSnapshot = field(default_factory=LoadSnapshot)
+    alive: bool = True
+    serves_model: bool = True
+    num_hit_blocks: int = 0
+    last_chosen: int = 0
+    num_lower_blocks: Mapping[str, int] = field(default_factory=dict)
+    num_fetchable_blocks: int = 0
+    has_adapter: bool = True
+    loads_adapter: bool = False
+
+    @property
+    def worker_id(self) -> str:
+        return self.description.worker_id
+
+    @property
+    def process(self) -> Process:
+        return self.description.worker_id, self.description.incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSize:
+    """What a request needs, in tokens. Outputs that exist already count as prompt."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int = 1
+    num_choices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How many tokens of prefill work one unit of something else is worth."""
+
+    # A token that waits on a prefill worker. Below 1: waiting for a prefix that somebody computes already (a burst
+    # of equal prompts) takes as long as computing it again elsewhere, but does not keep that worker from other work.
+    queued_token: float = 0.75
+    # A block in use on a decode worker: every step reads it.
+    active_block: float = 1.0
+    # A running, waiting or arriving sequence on a decode worker.
+    sequence: float = 16.0
+    # An uncached prompt token on a decode worker that need not compute it, only receive it; 1 if nobody else prefills.
+    received_token: float = 0.25
+    # An uncached prompt token that the computing worker can fetch from another one.
+    fetched_token: float = 0.1
+    # A block that a decode worker would have to take from somebody.
+    missing_block: float = 64.0
+    # An adapter that has to be copied to the device, where it may displace another one.
+    loaded_adapter: float = 64.0
+    # A token that is cached in a lower tier, by tier, instead of one that must be computed.
+    tier_token: Mapping[str, float] = field(default_factory=lambda: {"host": 0.1, "disk": 0.25, "store": 0.5})
+
+
+def uncached_tokens(candidate: Candidate, num_prompt_tokens: int) -> int:
+    """Prompt tokens that the worker would have to compute: at least one, since a hit is at most n - 1 tokens."""
+    hit = candidate.num_hit_blocks * candidate.description.fingerprint.block_size
+    return num_prompt_tokens - min(hit, num_prompt_tokens - 1)
+
+
+def fetchable_tokens(candidate: Candidate, num_prompt_tokens: int) -> int:
+    """Those of `uncached_tokens` that another worker holds."""
+    most = (num_prompt_tokens - 1) // candidate.description.fingerprint.block_size
+    num_blocks = min(candidate.num_fetchable_blocks, most) - min(candidate.num_hit_blocks, most)
+    return max(0, num_blocks) * candidate.description.fingerprint.block_size
+
+
+def prefill_cost(candidate: Candidate, size: RequestSize, weights: Weights) -> dict[str, float]:
+    """Tokens to compute before the first token is there: those of this prompt and those that wait before it."""
+    fetchable = fetchable_tokens(candidate, size.num_prompt_tokens)
+    uncached = uncached_tokens(candidate, size.num_prompt_tokens) - fetchable
+    return {
+        "uncached": uncached + weights.fetched_token * fetchable,
+        "queued": weights.queued_token * candidate.load.num_queued_tokens,
+        **_tier_cost(candidate, weights),
+        **_adapter_cost(candidate, weights),
+    }
+
+
+def _tier_cost(candidate: Candidate, weights: Weights) -> dict[str, float]:
+    """What it costs to load the hits that lie below the device; nothing if none do."""
+    if not candidate.num_lower_blocks:
+        return {}
+    block_size = candidate.description.fingerprint.block_size
+    credits = weights.tier_token
+    return {"tiers": sum(credits.get(tier, 1.0) * block_size * n for tier, n in candidate.num_lower_blocks.items())}
+
+
+def _adapter_cost(candidate: Candidate, weights: Weights) -> dict[str, float]:
+    """What keeps an adapter's requests together; nothing where it is at hand."""
+    return {"adapter": weights.loaded_adapter} if candidate.loads_adapter else {}
+
+
+def decode_cost(candidate: Candidate, size: RequestSize, weights: Weights) -> dict[str, float]:
+    """What the sequence costs on top of what the worker has to do already."""
+    load, worker = candidate.load, candidate.description
+    uncached = uncached_tokens(candidate, size.num_prompt_tokens)
+    fetchable = fetchable_tokens(candidate, size.num_prompt_tokens)
+    # If somebody else prefills, the ticket brings everything, from wherever that one has it.
+    fetched_token = weights.fetched_token if weights.received_token >= 1 else weights.received_token
+    num_needed = -(-(uncached + size.num_choices) // worker.fingerprint.block_size)
+    return {
+        "uncached": weights.received_token * (uncached - fetchable) + fetched_token * fetchable,
+        "queued": float(load.num_queued_tokens),
+        "active": weights.active_block * (worker.num_blocks - load.num_free_blocks),
+        "sequences": weights.sequence * (load.num_running + load.num_waiting + load.num_transfers),
+        "missing": weights.missing_block * max(num_needed - load.num_free_blocks, 0),
+        **_tier_cost(candidate, weights),
+        **_adapter_cost(candidate, weights),
+    }
+
+
+COSTS: dict[WorkerRole, Callable[[Candidate, RequestSize, Weights], dict[str, float]]] = {
+    "prefill": prefill_cost,
+    "decode": decode_cost,
+}

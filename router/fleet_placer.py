@@ -1,0 +1,361 @@
+"""Places requests on the fleet: hit depths from the index and the router's own assumptions, load, then the policy."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from random import Random
+
+import grpc
+
+from kvstore.index import PrefixIndex
+from kvstore.routed_stream import Routed
+from pagewire.worker_view import AdapterLabel, LoadSnapshot, PrefixSource, WorkerFingerprint
+from router.adapters import AdapterDirectory
+from router.assumptions import AssumedLoad, Assumptions
+from router.cost import Candidate, Process, RequestSize, uncached_tokens
+from router.explanation import Explanation, explain
+from router.fleet import Fleet, FleetWorker
+from router.placement import Demand, Limits, NoWorker, Placement, Worker
+from router.policy import Choice, NoDecodeWorker, Plan, Policy, plan
+from router.prefix_sources import prefix_sources
+from router.prompt_keys import KeySpace, PromptKeys
+from router.tier_depths import lower_blocks
+
+logger = logging.getLogger(__name__)
+
+
+# Policies that look at the workers' caches.
+_BY_PREFIX = ("prefix", "session")
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What one decision is made from: index keys by root, blocks in the index by worker id.
+
+    `on_device` can be fetched by others, `indexed` counts the tiers below too.
+    """
+
+    size: RequestSize
+    keys: Mapping[bytes, Sequence[bytes]]
+    on_device: Mapping[str, int]
+    indexed: Mapping[str, int]
+    candidates: list[Candidate]
+
+
+class FleetPlacer:
+    """The pipeline's Placer. Nothing here waits: the index and the loads are in memory.
+
+    A worker's blocks count only if the index has them from the incarnation that is alive now.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex | None,
+        *,
+        model: str,
+        policy: Policy = "prefix",
+        local_prefill_max_tokens: int = 0,
+        temperature: float = 0.0,
+        rng: Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._model = model
+        self._policy = policy
+        self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._temperature = temperature
+        self._rng = rng or Random()
+        self._clock = clock
+        self._assumptions = Assumptions()
+        self._adapters = AdapterDirectory()
+        self._last_chosen: dict[Process, int] = {}
+        self._count = itertools.count(1)
+        self.last_plan: Plan | None = None
+        self.on_routed: Callable[[Routed], None] | None = None  # tells other routers
+
+    def limits(self) -> Limits | None:
+        able = [
+            worker.description
+            for worker in self._fleet.workers().values()
+            if worker.is_available and worker.description.role == "decode" and worker.description.model == self._model
+        ]
+        if not able:
+            return None
+        largest = max(able, key=lambda each: (each.max_model_len, each.num_blocks * each.fingerprint.block_size))
+        block_size = largest.fingerprint.block_size
+        pool = max(each.num_blocks * each.fingerprint.block_size for each in able)
+        return Limits(largest.max_model_len, pool, block_size)
+
+    def adapters(self) -> Mapping[str, AdapterLabel]:
+        """What some decode worker has now, or the last ones had; a load that only others have is of no use."""
+        return self._adapters.newest(
+            [
+                worker.load.adapters
+                for worker in self._fleet.workers().values()
+                if worker.is_available
+                and worker.description.role == "decode"
+                and worker.description.model == self._model
+            ]
+        )
+
+    def place(self, demand: Demand, avoid: Set[Process] = frozenset()) -> Placement:
+        now = self._clock()
+        case = self._case(demand, now)
+        planned = self._plan(case, demand, avoid, self._rng)
+        if isinstance(planned, NoDecodeWorker):
+            raise NoWorker(planned.message, avoided=planned.avoided)
+        self.last_plan = planned
+        decode_computes = planned.prefill is None
+        if planned.prefill is not None:
+            self._note(planned.prefill, case, now, computes=True)
+        self._note(planned.decode, case, now, computes=decode_computes)
+        fingerprint = planned.decode.candidate.description.fingerprint
+        sources = self._prefix_sources(demand, case, fingerprint, avoid)
+        placement = replace(_placement(planned, case), prefix_sources=sources)
+        _log(demand, planned, placement, self._policy)
+        return placement
+
+    def explain(self, demand: Demand, open_breakers: Set[Process] = frozenset()) -> Explanation:
+        """What `place` would do now if it were to avoid `open_breakers`, and why.
+
+        Nothing is noted, and chance falls as it would have.
+        """
+        rng = Random()
+        rng.setstate(self._rng.getstate())
+        case = self._case(demand, self._clock())
+        planned = self._plan(case, demand, open_breakers, rng)
+        return explain(
+            case.candidates,
+            case.size,
+            planned,
+            policy=self._policy,
+            indexed=case.indexed,
+            open_breakers=open_breakers,
+        )
+
+    def _prefix_sources(
+        self, demand: Demand, case: "_Case", fingerprint: WorkerFingerprint, avoid: Set[Process]
+    ) -> tuple[PrefixSource, ...]:
+        """Whatever the policy: the less it cares for caches, the more there is to fetch."""
+        workers = self._fleet.workers()
+        alive = [each.description for each in workers.values() if each.alive and not each.load.draining]
+        depths = case.on_device
+        if self._index is not None and fingerprint.root not in case.keys:
+            keys, output = _prompt_keys(demand)
+            ids = [each.worker_id for each in alive if each.fingerprint == fingerprint]
+            depths = self._indexed(keys.of((fingerprint.root, fingerprint.block_size), output), ids, workers)
+        return prefix_sources(alive, depths, fingerprint, avoid)
+
+    def key_spaces(self) -> list[KeySpace]:
+        """What is to be hashed before `place`: for the policy, or for the hint who holds the prefix."""
+        if self._policy not in _BY_PREFIX and self._index is None:
+            return []
+        fingerprints = (
+            worker.description.fingerprint
+            for worker in self._fleet.workers().values()
+            if worker.alive and worker.description.model == self._model
+        )
+        return sorted({(each.root, each.block_size) for each in fingerprints})
+
+    def is_alive(self, worker: Worker) -> bool:
+        found = self._fleet.find(*worker.process)
+        return found is not None and found.alive
+
+    def channel(self, worker: Worker) -> grpc.aio.Channel:
+        return self._fleet.channel(worker.worker_id, worker.endpoint)
+
+    def _plan(self, case: "_Case", demand: Demand, avoid: Set[Process], rng: Random) -> Plan | NoDecodeWorker:
+        return plan(
+            case.candidates,
+            case.size,
+            policy=self._policy,
+            rng=rng,
+            avoid=avoid,
+            wants_prefill=demand.prefill,
+            local_prefill_max_tokens=self._local_prefill_max_tokens,
+            numerics_class=demand.numerics_class or None,
+            temperature=self._temperature,
+            session_id=demand.session_id,
+        )
+
+    def _case(self, demand: Demand, now: float) -> "_Case":
+        """All that the policy is to know."""
+        workers = self._fleet.workers()
+        prompt_keys, output = _prompt_keys(demand)
+        keys: dict[bytes, list[bytes]] = {}
+        on_device: dict[str, int] = {}
+        lower: dict[str, dict[str, int]] = {}
+        assumed: dict[str, int] = {}
+        for space in self.key_spaces() if self._policy in _BY_PREFIX else ():
+            root = space[0]
+            keys[root] = prompt_keys.of(space, output)
+            ids = [each for each, worker in workers.items() if worker.description.fingerprint.root == root]
+            on_device |= self._indexed(keys[root], ids, workers)
+            lower |= self._lower(keys[root], ids, workers, on_device)
+            assumed |= self._assumptions.hits(keys[root], ids, now)
+        fetchable: dict[WorkerFingerprint, int] = {}
+        for worker_id, depth in on_device.items():
+            if workers[worker_id].alive:
+                fingerprint = workers[worker_id].description.fingerprint
+                fetchable[fingerprint] = max(depth, fetchable.get(fingerprint, 0))
+        indexed = {each: depth + sum(lower.get(each, {}).values()) for each, depth in on_device.items()}
+        loads = self._assumptions.loads(now)
+        candidates = [
+            Candidate(
+                worker.description,
+                _with(worker.load, loads.get(worker_id)),
+                alive=worker.alive,
+                serves_model=worker.description.model == self._model,
+                num_hit_blocks=max(indexed.get(worker_id, 0), assumed.get(worker_id, 0)),
+                last_chosen=self._last_chosen.get((worker_id, worker.description.incarnation), 0),
+                num_lower_blocks=lower.get(worker_id, {})
+                if indexed.get(worker_id, 0) > assumed.get(worker_id, 0)
+                else {},
+                num_fetchable_blocks=fetchable.get(worker.description.fingerprint, 0),
+                **self._adapter_at(worker, demand.adapter),
+            )
+            for worker_id, worker in workers.items()
+        ]
+        size = RequestSize(len(demand.prompt_token_ids), demand.num_output_tokens, demand.num_choices)
+        return _Case(size, keys, on_device, indexed, candidates)
+
+    def _adapter_at(self, worker: FleetWorker, label: AdapterLabel | None) -> dict[str, bool]:
+        """A load that was replaced meanwhile is still good for a request that began with it."""
+        if label is None:
+            return {}
+        found = self._adapters.find(worker.description.worker_id, worker.load.adapters, label)
+        return {"has_adapter": found is not None, "loads_adapter": found is None or not found.resident}
+
+    def _indexed(
+        self, chain: Sequence[bytes], worker_ids: Sequence[str], workers: Mapping[str, FleetWorker]
+    ) -> dict[str, int]:
+        return {} if self._index is None else self._index.lookup(chain, self._current(worker_ids, workers))
+
+    def _lower(
+        self,
+        chain: Sequence[bytes],
+        worker_ids: Sequence[str],
+        workers: Mapping[str, FleetWorker],
+        on_device: Mapping[str, int],
+    ) -> dict[str, dict[str, int]]:
+        if self._index is None:
+            return {}
+        return lower_blocks(on_device, self._index.lookup_lower(chain, self._current(worker_ids, workers)))
+
+    def _current(self, worker_ids: Sequence[str], workers: Mapping[str, FleetWorker]) -> list[str]:
+        """Those of whose present life the index knows."""
+        records = {} if self._index is None else self._index.workers()
+        return [
+            worker_id
+            for worker_id in worker_ids
+            if worker_id in records and records[worker_id].incarnation == workers[worker_id].description.incarnation
+        ]
+
+    def _note(self, choice: Choice, case: "_Case", now: float, *, computes: bool) -> None:
+        candidate = choice.candidate
+        self._last_chosen[candidate.process] = next(self._count)
+        routed = Routed(
+            candidate.worker_id,
+            candidate.description.incarnation,
+            tuple(case.keys.get(candidate.description.fingerprint.root, ())),
+            num_tokens=uncached_tokens(candidate, case.size.num_prompt_tokens) if computes else 0,
+            num_sequences=case.size.num_choices,
+        )
+        self._assume(routed, now)
+        if self.on_routed is not None:
+            self.on_routed(routed)
+
+    def note_routed_elsewhere(self, routed: Routed) -> None:
+        """Another router of the same model has decided this; it counts as if it were this one's own."""
+        worker = self._fleet.find(routed.worker_id, routed.incarnation)
+        if worker is not None:
+            self._last_chosen[routed.worker_id, routed.incarnation] = next(self._count)
+            self._assume(routed, self._clock())
+
+    def _assume(self, routed: Routed, now: float) -> None:
+        self._assumptions.note_routed(
+            routed.worker_id, routed.keys, now, num_tokens=routed.num_tokens, num_sequences=routed.num_sequences
+        )
+
+    def worker_restarted(self, worker_id: str, old: int, new: int) -> None:
+        """For the fleet's `on_new_incarnation`: what was assumed of the old process is void."""
+        self._assumptions.forget_worker(worker_id)
+        self._last_chosen.pop((worker_id, old), None)
+
+    def keep_only(self, processes: Collection[Process]) -> None:
+        """Everybody else is gone."""
+        for process in self._last_chosen.keys() - set(processes):
+            del self._last_chosen[process]
+        self._adapters.keep_only({worker_id for worker_id, _ in processes})
+
+
+def _worker(choice: Choice) -> Worker:
+    description = choice.candidate.description
+    return Worker(
+        description.worker_id,
+        description.incarnation,
+        description.endpoint,
+        description.fingerprint.numerics_class,
+    )
+
+
+def _prompt_keys(demand: Demand) -> tuple[PromptKeys, tuple[int, ...]]:
+    """The prompt's keys, and the output that follows it."""
+    keys = demand.keys or PromptKeys(demand.prompt_token_ids, demand.cache_salt, demand.adapter)
+    return keys, demand.prompt_token_ids[keys.num_tokens :]
+
+
+def _with(load: LoadSnapshot, assumed: AssumedLoad | None) -> LoadSnapshot:
+    if assumed is None:
+        return load
+    return replace(
+        load,
+        num_queued_tokens=load.num_queued_tokens + assumed.num_tokens,
+        num_waiting=load.num_waiting + assumed.num_sequences,
+    )
+
+
+def _placement(planned: Plan, case: _Case) -> Placement:
+    prefills = planned.prefill or planned.decode
+    num_tokens = case.size.num_prompt_tokens
+
+    def hit_tokens(num_blocks: int, candidate: Candidate) -> int:
+        """A hit is whole blocks and leaves one token."""
+        block_size = candidate.description.fingerprint.block_size
+        return min(num_blocks, (num_tokens - 1) // block_size) * block_size
+
+    return Placement(
+        None if planned.prefill is None else _worker(planned.prefill),
+        _worker(planned.decode),
+        num_hit_tokens=hit_tokens(case.indexed.get(prefills.candidate.worker_id, 0), prefills.candidate),
+        num_assumed_tokens=hit_tokens(prefills.num_hit_blocks, prefills.candidate),
+        num_best_tokens=max(
+            hit_tokens(case.indexed.get(each.worker_id, 0), each) for each in case.candidates if each.alive
+        ),
+    )
+
+
+def _log(demand: Demand, planned: Plan, placement: Placement, policy: Policy) -> None:
+    """One line a decision: who, why, and at what cost compared with the next best."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    extra: dict[str, object] = {
+        "request_id": demand.request_id,
+        "policy": policy,
+        "reason": planned.reason,
+        "prompt_tokens": len(demand.prompt_token_ids),
+        "hit_tokens": placement.num_hit_tokens,
+        "assumed_tokens": placement.num_assumed_tokens,
+        "best_tokens": placement.num_best_tokens,
+    }
+    for role, choice in (("prefill", planned.prefill), ("decode", planned.decode)):
+        if choice is not None:
+            extra[role] = choice.candidate.worker_id
+            extra[f"{role}_costs"] = " ".join(f"{each.worker_id}={each.cost:.0f}" for each in choice.scores[:3])
+            if choice.sticky:
+                extra[f"{role}_sticky"] = True
+    logger.info("placed", extra=extra)

@@ -1,0 +1,146 @@
+"""Fixtures for all tests: tiny models, and the promise that no test leaves anything behind."""
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+from hypothesis import settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Triton reads it when it is imported, which peft and others do by the way.
+os.environ["TRITON_INTERPRET"] = "1"
+
+from tests.chaos.zygote import Zygote
+from tests.tiny_models import make_tiny_model
+
+settings.register_profile("ci", max_examples=30, deadline=None)
+SETTLE_SECONDS = 20.0  # of a machine that others use too; only a test that fails waits for so long
+# Threads that libraries start once per process and keep.
+LIBRARY_THREADS = (
+    "_poll_wrapper",
+    "pytest_timeout",
+    "tqdm_monitor",
+    "grpc",
+    "ThreadPoolExecutor-grpc",
+    "Thread-cygrpc",
+    "Dummy-",  # a thread of gRPC's core that called into Python
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis tries fewer examples in CI than elsewhere."""
+    if config.option.markexpr == "not nightly":
+        settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes (once per session and arguments) a tiny model: `tiny_model("llama", seed=1, num_hidden_layers=2)`."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, **overrides: Any) -> Path:
+        key = repr((family, sorted(overrides.items())))
+        if key not in made:
+            made[key] = make_tiny_model(family, tmp_path_factory.mktemp(family), **overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Starts processes of pagewire quickly."""
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+def _threads() -> set[threading.Thread]:
+    return {
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and not any(mark in thread.name for mark in LIBRARY_THREADS)
+    }
+
+
+def _sockets() -> set[str]:
+    """This process's open network sockets (asyncio's own socket pairs are none) and its memfds."""
+    found = {
+        f"fd {c.fd}: {c.laddr} {c.raddr} {c.status}"
+        for c in psutil.Process().net_connections("inet")
+        if c.status in (psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED)
+    }
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if (target := os.readlink(descriptor)).startswith("/memfd:"):
+                found.add(f"fd {descriptor.name}: {target}")
+    return found
+
+
+def _children() -> set[int]:
+    alive = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(child.cmdline()):
+                alive.add(child.pid)
+        except psutil.Error:
+            continue
+    return alive
+
+
+def shared_memory() -> set[str]:
+    """The machine's shared memory files, but Envoy's: other test processes run it at the same time."""
+    directory = Path("/dev/shm")
+    found = directory.iterdir() if directory.is_dir() else ()
+    return {path.name for path in found if not path.name.startswith("envoy_")}
+
+
+def _what_is_there() -> dict[str, set[Any]]:
+    return {
+        "threads": _threads(),
+        "processes": _children(),
+        "sockets and memfds": _sockets(),
+        "shared memory": shared_memory(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fails a test that leaves a thread, a child process, a socket or shared memory behind."""
+    before = _what_is_there()
+    yield
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        gc.collect()
+        left = {kind: found - before[kind] for kind, found in _what_is_there().items() if found - before[kind]}
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: {left}")
+        time.sleep(0.05)
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def no_task_is_left(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """Fails an async test that leaves a task behind."""
+    before = asyncio.all_tasks()
+    yield
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        left = {t for t in asyncio.all_tasks() if t not in before and t is not asyncio.current_task() and not t.done()}
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"tasks left behind: {[t.get_coro() for t in left]}")
+        await asyncio.sleep(0.02)

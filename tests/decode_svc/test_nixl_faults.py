@@ -1,0 +1,134 @@
+"""Plane NIXL under both workers: reads after the lease, reads that never end, workers without an agent."""
+
+import asyncio
+import itertools
+
+import pytest
+
+import pagewire.options
+import transfer_svc.worker
+from engine.transfer.nixl_agent import NixlAgent
+from engine.transfer.nixl_read import NixlReceiver
+from engine.transfer.plane import PlaneUnavailable
+from engine.transfer.shm_vm import VmReceiver
+from tests.decode_svc.harness import BLOCK_SIZE, cluster, greedy, needs_nixl, random_prompt, reference, until
+
+PROMPT, PARAMS = random_prompt(6 * BLOCK_SIZE + 2, 1), greedy(6)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return reference(model, [(PROMPT, PARAMS)])[0][0]
+
+
+def own_tokens(workers):
+    return workers.value(workers.decode, "pagewire:prefill_tokens_on_decode_total")
+
+
+@needs_nixl
+async def test_what_lands_after_the_lease_is_not_taken(model, expected, monkeypatch):
+    """The ticket ends and its blocks are given to somebody else, between the descriptors and the READ."""
+    copy, loop = NixlReceiver._copy, asyncio.get_running_loop()
+    async with cluster(model, plane="nixl") as workers:
+        cache, memory = workers.prefill_engine.kv_cache, workers.prefill_engine.memory
+
+        async def end_the_lease():
+            workers.prefill.worker.sender.drop(workers.ticket, "its lease expired")
+            cache.reset()
+            others = cache.allocate(cache.num_free)
+            memory.buffer[others] += 1
+            cache.release(others)
+
+        def late_copy(*arguments):
+            asyncio.run_coroutine_threadsafe(end_the_lease(), loop).result(30)
+            copy(*arguments)
+
+        request = workers.request(PROMPT, PARAMS)
+        await workers.prefill_all(request)
+        monkeypatch.setattr(NixlReceiver, "_copy", late_copy)
+        assert await workers.decode_all(request, workers.ticket) == [expected]
+        assert own_tokens(workers) == len(PROMPT), "nothing of it was used"
+        failed = {
+            reason: workers.value(workers.decode, "pagewire:transfer_failures_total", reason=reason)
+            for reason in ("generation", "ticket", "checksum")
+        }
+        assert failed == {"generation": 1, "ticket": 1, "checksum": 0}
+
+
+@needs_nixl
+async def test_blocks_of_a_read_that_does_not_end_are_held_after_a_cancel(model, expected, monkeypatch):
+    async with cluster(model, plane="nixl") as workers:
+        await workers.run(random_prompt(5, 3), PARAMS)  # connected
+        request = workers.request(PROMPT, PARAMS)
+        await workers.prefill_all(request)
+        cache, quarantine = workers.decode_engine.kv_cache, workers.decode.worker._host.quarantine
+        agent = workers.decode.worker.pool_server.agent
+        with monkeypatch.context() as patch:
+            patch.setattr(NixlAgent, "poll", lambda *_: False)
+            decoding = asyncio.create_task(workers.decode_all(request, workers.ticket))
+            await until(lambda: agent.num_pending == 1)
+            decoding.cancel()
+            await asyncio.gather(decoding, return_exceptions=True)
+            await until(lambda: quarantine.num_blocks == 7)
+            await until(lambda: not workers.decode.worker.has_work)
+            assert cache.num_referenced == 7, "nobody may get them: the bytes may still come"
+        await until(lambda: cache.num_referenced == 0)
+        assert (quarantine.num_blocks, agent.num_pending) == (0, 0)
+        assert await workers.run(PROMPT, PARAMS) == [expected]
+
+
+@needs_nixl
+async def test_a_worker_that_stops_does_not_wait_for_a_read_that_does_not_end(model, monkeypatch):
+    async with cluster(model, plane="nixl") as workers:
+        await workers.run(random_prompt(5, 3), PARAMS)
+        request = workers.request(PROMPT, PARAMS)
+        await workers.prefill_all(request)
+        monkeypatch.setattr(NixlAgent, "poll", lambda *_: False)
+        decoding = asyncio.create_task(workers.decode_all(request, workers.ticket))
+        await until(lambda: workers.decode.worker.pool_server.agent.num_pending == 1)
+        await workers.decode.stop()
+        await asyncio.gather(decoding, return_exceptions=True)
+        assert workers.decode_engine.kv_cache.num_referenced == 0
+
+
+async def test_what_may_still_land_is_held_whatever_the_plane(model, expected, monkeypatch):
+    """As above without NIXL: a read that gives up and says that it is not over."""
+    over = [False]
+
+    def give_up(receiver, blocks, addresses, landing):
+        landing.leave(lambda: over[0])
+        raise PlaneUnavailable("it takes too long")
+
+    monkeypatch.setattr(VmReceiver, "read", give_up)
+    async with cluster(model) as workers:
+        assert await workers.run(PROMPT, PARAMS) == [expected], "over the next plane"
+        quarantine, cache = workers.decode.worker._host.quarantine, workers.decode_engine.kv_cache
+        assert quarantine.num_blocks == cache.num_referenced > 0
+        over[0] = True
+        await until(lambda: not cache.num_referenced)
+        assert quarantine.num_blocks == 0
+
+
+@pytest.mark.parametrize("without", [0, 1], ids=["prefill", "decode"])
+async def test_without_an_agent_on_one_side_it_is_grpc(model, expected, monkeypatch, caplog, without):
+    monkeypatch.setattr(pagewire.options, "find_spec", lambda _: True)
+    start, calls = transfer_svc.worker.start_agent, itertools.count()  # the cluster's prefill worker is the first
+    monkeypatch.setattr(transfer_svc.worker, "start_agent", lambda *a: None if next(calls) == without else start(*a))
+    with caplog.at_level("INFO"):
+        async with cluster(model, plane="nixl") as workers:
+            assert await workers.run(PROMPT, PARAMS) == [expected]
+            (peer,) = workers.decode.worker.peers.connected()
+            assert peer.plane.name == "GRPC"
+            assert own_tokens(workers) == 0
+    assert "plane GRPC of NIXL, GRPC" in caplog.text
+
+
+def test_the_option_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(pagewire.options, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"kv_transfer = nixl needs NIXL, which is not installed: pip install"):
+        pagewire.options.WorkerConfig(role="decode", kv_transfer="nixl", engine={"model": "m"})

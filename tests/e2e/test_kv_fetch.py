@@ -1,0 +1,55 @@
+"""KV moves to the work, between real processes: a chat whose turns run on other workers each time."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from pagewire.v1 import admin_pb2, admin_pb2_grpc
+from tests.decode_svc.harness import BLOCK_SIZE, greedy, random_prompt, reference
+from tests.e2e.cluster import Cluster
+from tests.e2e.test_disaggregation import FLAGS, free_port, metrics
+
+NUM_TURNS = 4
+
+
+def wait_for_the_routers_view(cluster: Cluster) -> None:
+    """The index equals what workers hold, and the router has followed it."""
+    cluster.wait_quiet()
+    held = sum(cluster.worker_status(worker).num_cached_blocks for worker in cluster.workers())
+    deadline = time.monotonic() + 20
+    with grpc.insecure_channel(cluster.target) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        while stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=10).num_indexed_blocks != held:
+            assert time.monotonic() < deadline, "the router's view does not follow"
+            time.sleep(0.05)
+
+
+def test_no_turn_recomputes_what_a_live_worker_holds(tiny_model: Callable[..., Path], valkey_url: str) -> None:
+    """Round robin sends every turn to workers that have not seen the last one."""
+    model, base = tiny_model("llama"), free_port()
+    flags = (*FLAGS, "--policy", "round_robin", "--kv-fetch", "always", "--kv-fetch-min-tokens", "1",
+             "--metrics-port", str(base))  # fmt: skip
+    history = random_prompt(41, 1)
+    with Cluster(model, *flags, redis_url=valkey_url, prefill=2, decode=2) as cluster, cluster.client() as client:
+
+        def count(name: str) -> float:
+            return sum(metrics(base + number).get(f"pagewire:{name}_total", 0.0) for number in range(1, 5))
+
+        computed, recomputed, num_held, workers = 0.0, 0.0, 0, set()
+        for turn in range(NUM_TURNS):
+            ((expected,),) = reference(model, [(history, greedy(11))], num_blocks=128)
+            done = client.complete(history, max_tokens=11, temperature=0, ignore_eos=True)
+            assert list(done.token_ids) == expected
+            workers |= {done.prefill_worker, done.decode_worker}
+            wait_for_the_routers_view(cluster)
+            newly = count("computed_prompt_tokens") - computed
+            excused = count("unfetched_tokens") - recomputed
+            assert newly <= len(history) - num_held + excused, f"turn {turn}"
+            computed, recomputed = computed + newly, recomputed + excused
+            # The last output token was never fed back, so its KV is nowhere.
+            num_held = (len(history) + len(expected) - 1) // BLOCK_SIZE * BLOCK_SIZE
+            history += [*expected, *random_prompt(7, 2 + turn)]
+        assert len(workers) == 4
+        assert count("fetched_tokens") >= 2 * BLOCK_SIZE, "turns moved, and so did their KV"

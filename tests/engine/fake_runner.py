@@ -1,0 +1,79 @@
+"""A fast, deterministic stand-in for the model: its next token depends on every token seen through the block table.
+
+It stores token ids where the KV would be, by block and slot. A wrong block table, a missed copy on write, a block
+reused too early or computed tokens that were not computed show up as wrong tokens.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from engine.sample import SampledToken
+from engine.sequence import Schedule, ScheduledSequence, Sequence
+
+VOCAB_SIZE = 97
+EOS = 2
+
+
+def next_token(visible: Seq[int], choice: int, suppress: frozenset[int] = frozenset()) -> int:
+    """The oracle: a hash of all tokens so far and of the choice."""
+    data = struct.pack(f"<{len(visible) + 1}q", choice, *visible)
+    token = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) % VOCAB_SIZE
+    while token in suppress:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+def suppressed(params_stop: Seq[int], index: int, min_tokens: int) -> frozenset[int]:
+    return frozenset({EOS, *params_stop}) if index < min_tokens else frozenset()
+
+
+class FakeRunner:
+    """See the module's docstring. `steps` keeps (request, choice, tokens computed) of each step for assertions."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.slots = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        self.block_size = block_size
+        self.steps: list[list[tuple[str, int, int]]] = []
+        self.num_copies = 0
+        self.fail_next: str | None = None
+
+    def execute(self, schedule: Schedule) -> list[list[SampledToken]]:
+        if self.fail_next is not None:
+            message, self.fail_next = self.fail_next, None
+            raise RuntimeError(message)
+        for source, destination in schedule.copies:
+            self.slots[destination] = self.slots[source]
+        self.num_copies += len(schedule.copies)
+        self.steps.append([(i.sequence.request_id, i.sequence.choice, i.num_new_tokens) for i in schedule.items])
+        for item in schedule.items:
+            seq, start = item.sequence, item.sequence.num_computed_tokens
+            known = [*seq.token_ids[: start + item.num_new_tokens - len(item.draft_token_ids)], *item.draft_token_ids]
+            for position in range(start, start + item.num_new_tokens):
+                block, slot = seq.block_table[position // self.block_size], position % self.block_size
+                self.slots[block, slot] = known[position]
+        return [self._sample_with_drafts(item) if item.sample else [] for item in schedule.items]
+
+    def _sample_with_drafts(self, item: ScheduledSequence) -> list[SampledToken]:
+        seq, drafts = item.sequence, item.draft_token_ids
+        end = seq.num_computed_tokens + item.num_new_tokens - len(drafts)
+        tokens = self._sample(seq, end)
+        for i, draft in enumerate(drafts):
+            if tokens[-1].token_id != draft:
+                break
+            tokens += self._sample(seq, end + i + 1)
+        return tokens
+
+    def visible(self, block_table: Seq[int], num_tokens: int) -> list[int]:
+        """The tokens whose KV the block table shows."""
+        flat = self.slots[list(block_table)].reshape(-1)[:num_tokens]
+        return [int(token) for token in flat]
+
+    def _sample(self, seq: Sequence, num_tokens: int) -> list[SampledToken]:
+        visible = self.visible(seq.block_table, num_tokens)
+        params = seq.params
+        index = num_tokens - seq.num_prompt_tokens
+        suppress = suppressed(params.stop_token_ids, index, params.min_tokens)
+        return [SampledToken(next_token(visible, choice, suppress)) for choice in seq.choices_to_sample]

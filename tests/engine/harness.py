@@ -1,0 +1,209 @@
+"""Runs the scheduler on the fake runner and compares with an oracle that knows no batches, no cache and no blocks."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.admission import SchedulerConfig
+from engine.kv_cache import KvCache
+from engine.request import ChoiceState, EngineRequest, FinishReason, HeldKv, PrefillProgress, StepOutput
+from engine.scheduler import Scheduler
+from engine.speculation import Speculator
+from engine.tiers.disk_slots import DiskSlots
+from engine.tiers.host_slots import HostSlots
+from engine.tiers.kv_tiers import KvTiers
+from engine.tiers.tier import Slots, Tier
+from kvstore.block_pool import BlockPool
+from kvstore.tier_book import TierBook
+from pagewire.sampling import SamplingParams
+from tests.engine.fake_runner import EOS, VOCAB_SIZE, FakeRunner, next_token, suppressed
+
+BLOCK_SIZE = 4
+
+
+def expected_outputs(request: EngineRequest, max_model_len: int) -> dict[int, tuple[list[int], FinishReason]]:
+    """What each choice that is not finished has to produce after what it has, and why it ends."""
+    params, states = request.params, {state.choice: state for state in request.choices}
+    outputs = {}
+    for choice in range(params.n):
+        state = states.get(choice, ChoiceState(choice))
+        if state.finished:
+            continue
+        tokens, first = [*request.prompt_token_ids, *state.output_token_ids], len(state.output_token_ids)
+        index, reason = first, None
+        while reason is None:
+            token = next_token(tokens, choice, suppressed(params.stop_token_ids, index, params.min_tokens))
+            tokens.append(token)
+            stops = token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
+            if stops and index >= params.min_tokens:
+                reason = FinishReason.STOP
+            elif index + 1 == params.max_tokens or len(tokens) == max_model_len:
+                reason = FinishReason.LENGTH
+            index += 1
+        outputs[choice] = (tokens[len(request.prompt_token_ids) + first :], reason)
+    return outputs
+
+
+@dataclass
+class Harness:
+    """A scheduler, a cache and a fake runner; collects outputs and checks every step."""
+
+    num_blocks: int = 16
+    max_num_batched_tokens: int = 16
+    max_num_seqs: int = 4
+    max_model_len: int = 40
+    block_size: int = BLOCK_SIZE
+    enable_caching: bool = True
+    speculator: Speculator | None = None
+    num_host_blocks: int = 0
+    disk: Callable[[int, int], DiskSlots] | None = None
+    wrap_slots: Callable[[Slots], Slots] = lambda slots: slots
+    requests: dict[str, EngineRequest] = field(default_factory=dict)
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    reasons: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+    loaded: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    progress: dict[str, list[PrefillProgress]] = field(default_factory=lambda: defaultdict(list))
+    held: dict[str, HeldKv] = field(default_factory=dict)
+    aborted: set[str] = field(default_factory=set)
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def __post_init__(self) -> None:
+        self.cache = KvCache(BlockPool(self.num_blocks, enable_caching=self.enable_caching), b"r" * 32, self.block_size)
+        config = SchedulerConfig(
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
+            self.block_size,
+            self.max_model_len,
+            frozenset({EOS}),
+            VOCAB_SIZE,
+        )
+        self.runner = FakeRunner(self.num_blocks, self.block_size)
+        self.tiers = self._make_tiers() if self.num_host_blocks or self.disk else None
+        self.scheduler = Scheduler(config, self.cache, self.speculator, self.tiers)
+
+    def _make_tiers(self) -> KvTiers:
+        """Tiers that copy what the fake runner stores; `disk` makes slots for (block size, block bytes)."""
+        buffer, tiers = self.runner.slots.view(np.uint8), []
+        if self.num_host_blocks:
+            tiers.append(Tier("host", self.wrap_slots(HostSlots(self.num_host_blocks, buffer.shape[1]))))
+        if self.disk is not None:
+            slots = self.disk(self.block_size, buffer.shape[1])
+            book = TierBook(slots.num_slots)
+            slots.restore(book)
+            tiers.append(Tier("disk", slots, book))
+        return KvTiers(self.cache, buffer, tiers)
+
+    def add(self, request: EngineRequest) -> None:
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def ask(self, request_id: str, prompt: list[int] | int, **params: object) -> EngineRequest:
+        """Adds a request; a number stands for a prompt of that many tokens, different for each request."""
+        names = ("prefill_only", "priority", "tenant", "choices", "adopted", "cache_salt")
+        fields = {name: params.pop(name) for name in names if name in params}
+        if isinstance(prompt, int):
+            prompt = prompt_of(prompt, salt=len(self.requests))
+        request = EngineRequest(request_id, tuple(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
+        self.add(request)
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        self.aborted.add(request_id)
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> StepOutput:
+        schedule = self.scheduler.schedule()
+        if schedule.is_empty and self.tiers is not None:
+            self.tiers.wait_for_load(0.01)
+        num_tokens = sum(item.num_new_tokens for item in schedule.items)
+        assert num_tokens <= self.max_num_batched_tokens
+        assert len(schedule.items) <= self.max_num_seqs
+        # Free, it could be handed to a transfer, which writes from another thread, before the copy is made.
+        assert all(self.cache.ref_count(source) for source, _ in schedule.copies), "a block to be copied was let go"
+        only_decodes = all(
+            item.sequence.num_output_tokens and item.num_new_tokens == 1 + len(item.draft_token_ids)
+            for item in schedule.items
+        )
+        output = self.scheduler.update(schedule, [] if schedule.is_empty else self.runner.execute(schedule))
+        self.scheduler.check_integrity()
+        assert not (only_decodes and output.num_prefill_tokens), "drafts are no prefill"
+        assert output.load.num_running <= self.max_num_seqs
+        for token in output.tokens:
+            request, key = self.requests[token.request_id], (token.request_id, token.choice)
+            earlier = {state.choice: len(state.output_token_ids) for state in request.choices}.get(token.choice, 0)
+            assert token.index == earlier + len(self.tokens[key]), "an output index is doubled or skipped"
+            assert key not in self.reasons, "a token after the end"
+            self.tokens[key].append(token.token_id)
+            if token.finish_reason is not None:
+                self.reasons[key] = token.finish_reason
+        self.num_drafted += sum(drafted for drafted, _ in output.drafts)
+        self.num_accepted += sum(accepted for _, accepted in output.drafts)
+        for request_id, num_cached in output.cached:
+            assert request_id not in self.cached, "cache hits reported twice"
+            self.cached[request_id] = num_cached
+        for request_id, tier, num_tokens in output.loaded:
+            self.loaded[request_id][tier] = num_tokens
+        for progress in output.progress:
+            self.progress[progress.request_id].append(progress)
+        for held in output.held:
+            self.held[held.request_id] = held
+        return output
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Steps until everything has ended."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still working after {max_steps} steps: {self.scheduler.load()}")
+
+    def run_with_release(self, max_steps: int = 2000) -> None:
+        """Like `run`; what prefill_only requests hand over is given back after each step."""
+        for _ in range(max_steps):
+            self.release_held()
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still working after {max_steps} steps: {self.scheduler.load()}")
+
+    def check_outputs(self) -> None:
+        """Every request that was not aborted produced what the oracle says, and ended for that reason."""
+        for request_id, request in self.requests.items():
+            outputs = expected_outputs(request, self.max_model_len)
+            for choice, (tokens, reason) in outputs.items():
+                key = (request_id, choice)
+                if request_id in self.aborted:
+                    assert self.tokens[key] == tokens[: len(self.tokens[key])]
+                elif request.prefill_only:
+                    has_output = any(state.output_token_ids for state in request.choices if not state.finished)
+                    several = len(outputs) > 1  # different histories: only the prompt's KV is computed
+                    assert self.tokens[key] == ([] if several and has_output else tokens[:1]), key
+                    ends = reason is FinishReason.STOP and len(tokens) == 1 and not (several and has_output)
+                    assert self.reasons.get(key) is (reason if ends else None), key
+                else:
+                    assert (self.tokens[key], self.reasons[key]) == (tokens, reason), key
+
+    def release_held(self) -> None:
+        for held in self.held.values():
+            self.cache.release(held.block_ids)
+        self.held.clear()
+
+    def check_idle(self) -> None:
+        """Nothing is left: no request, no reference."""
+        self.release_held()
+        assert not self.scheduler.has_work
+        if self.tiers is not None:
+            assert self.tiers.quiesce()
+            self.tiers.check_integrity()
+            self.tiers.close()
+        assert (self.cache.num_free, self.cache.num_referenced) == (self.num_blocks, 0)
+        self.scheduler.check_integrity()
+
+
+def prompt_of(num_tokens: int, salt: int = 0) -> list[int]:
+    """A prompt without EOS, different for each salt from its first token on."""
+    return [3 + (7 * salt + 5 * i + i * i) % (VOCAB_SIZE - 3) for i in range(num_tokens)]

@@ -1,0 +1,97 @@
+"""Each family against transformers' generate, in float32: the same greedy tokens through chunks and a paged cache."""
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.model_harness import KERNELS, TinyModel, hugging_face, hugging_face_logits, random_prompt
+
+Tiny = Callable[..., Path]
+
+# Seeds whose margins are wide enough at every step below; the test checks that they are.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"seed": 2},
+    "mistral": {"seed": 0},
+    "qwen2": {"seed": 3},
+    "qwen3": {"seed": 1},
+    "gemma3": {"seed": 0},
+    "llama: one kv head, tied, biases": {
+        "seed": 1,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
+    "llama: as many kv heads": {"seed": 4, "num_key_value_heads": 4},
+    "qwen2: windows in the upper layer": {
+        "seed": 0,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
+    "qwen3: untied, biases": {"seed": 1, "tie_word_embeddings": False, "attention_bias": True},
+    "gemma3: final soft cap": {"seed": 0, "final_logit_softcapping": 10.0},
+}
+PLACES = [(4, 3), (16, 5), (4, 64), (16, 33)]
+"""(block size, chunk): chunks smaller and larger than a block, never a whole number of them except 64."""
+NUM_TOKENS = 24
+PROMPT_LENGTHS = (1, 3, 4, 15, 16, 17, 50)
+
+
+def make(tiny_model: Tiny, name: str) -> Path:
+    return tiny_model(name.split(":")[0], **MODELS[name])
+
+
+# What a variant has of its own is the model's, not the kernels': all kernel sets see it nightly only.
+CASES = [
+    pytest.param(name, kernels, marks=pytest.mark.nightly if ":" in name and kernels != "native" else ())
+    for name, kernels in product(MODELS, KERNELS)
+]
+
+
+@pytest.mark.parametrize(("name", "kernels"), CASES)
+def test_greedy_tokens_equal_transformers(tiny_model: Tiny, name: str, kernels: str) -> None:
+    path = make(tiny_model, name)
+    oracle = hugging_face(path)
+    for number, length in enumerate(PROMPT_LENGTHS):
+        prompt = random_prompt(length, seed=length)
+        expected = oracle.generate(prompt[None], max_new_tokens=NUM_TOKENS, do_sample=False)[0, length:]
+        # On the oracle's own text: how far are we off, and does every choice stand far enough apart?
+        text = torch.cat([prompt, expected])[:-1]
+        reference = hugging_face_logits(oracle, text)
+        run = TinyModel(path, kernels=kernels, max_tokens=80, num_sequences=1)
+        error = (run.logits(text) - reference).abs().max()
+        best = reference[length - 1 :].topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > 100 * error, "the fixture's margins are too small: choose another seed"
+        for block_size, chunk in (PLACES[number % 4], PLACES[(number + 1) % 4]):
+            run = TinyModel(path, kernels=kernels, block_size=block_size, max_tokens=80, num_sequences=1)
+            assert run.greedy(prompt, NUM_TOKENS, chunk) == expected.tolist(), f"{length=} {block_size=} {chunk=}"
+
+
+def test_gemma3_inside_a_multimodal_checkpoint(tiny_model: Tiny, tmp_path: Path) -> None:
+    """Gemma3ForConditionalGeneration: its text_config and language-model tensors; the vision tower is left alone."""
+    text_path = make(tiny_model, "gemma3")
+    text = json.loads((text_path / "config.json").read_text())
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8},
+        "eos_token_id": [2, 4],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(text_path / "model.safetensors")
+    prompt = random_prompt(30, seed=1)
+    expected = TinyModel(text_path).logits(prompt)
+    for prefix in ("language_model.", "model.language_model."):
+        renamed = {prefix + (n if prefix[0] == "l" else n.removeprefix("model.")): t for n, t in weights.items()}
+        renamed["vision_tower.patch.weight"] = torch.zeros(3)
+        save_file(renamed, tmp_path / "model.safetensors")
+        run = TinyModel(tmp_path)
+        assert torch.equal(run.logits(prompt), expected)
+        assert run.config.eos_token_ids == (2, 4)

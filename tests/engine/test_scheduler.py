@@ -1,0 +1,177 @@
+"""Who gets how many tokens: decode first, fair prompts, slots, order, the prefix cache, aborts, load."""
+
+import pytest
+
+from engine.request import EngineLoad, FinishReason
+from engine.sample import SampledToken
+from tests.engine.harness import Harness, prompt_of
+
+
+def _computed(harness: Harness, step: int) -> dict[str, int]:
+    return {request_id: num for request_id, _, num in harness.runner.steps[step]}
+
+
+def test_one_request_alone() -> None:
+    harness = Harness()
+    harness.ask("r", 6, max_tokens=5)
+    harness.run()
+    assert [_computed(harness, i) for i in range(5)] == [{"r": 6}, {"r": 1}, {"r": 1}, {"r": 1}, {"r": 1}]
+    assert harness.reasons["r", 0] is FinishReason.LENGTH
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    harness = Harness(max_num_batched_tokens=8, num_blocks=30)
+    harness.ask("long", 36, max_tokens=1)
+    harness.step()
+    harness.ask("short", 4, max_tokens=1)
+    harness.step()
+    assert _computed(harness, 1) == {"long": 4, "short": 4}
+    assert ("short", 0) in harness.reasons
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_decodes_come_first_and_prompts_share_the_rest() -> None:
+    harness = Harness(max_num_batched_tokens=8, num_blocks=40)
+    harness.ask("decodes", 3, max_tokens=9, ignore_eos=True)
+    harness.step()
+    harness.ask("a", 20, max_tokens=1)
+    harness.ask("b", 20, max_tokens=1)
+    harness.step()
+    assert _computed(harness, 1) == {"decodes": 1, "a": 4, "b": 3}
+    harness.run()
+    assert all(_computed(harness, i)["decodes"] == 1 for i in range(1, 9))
+    harness.check_outputs()
+
+
+def test_everybody_gets_at_least_one_token_in_every_step() -> None:
+    harness = Harness(max_num_batched_tokens=4, max_num_seqs=4, num_blocks=40)
+    for name in "abcd":
+        harness.ask(name, 20, max_tokens=4, ignore_eos=True)
+    for _ in range(20):
+        harness.step()
+    assert all(set(_computed(harness, i)) == set("abcd") for i in range(20))
+
+
+def test_max_num_seqs_limits_and_waiting_is_first_come_first_served() -> None:
+    harness = Harness(max_num_seqs=2, num_blocks=40)
+    for name in "abcd":
+        harness.ask(name, 4, max_tokens=3, ignore_eos=True)
+    harness.run()
+    assert [sorted(_computed(harness, i)) for i in (0, 3)] == [["a", "b"], ["c", "d"]]
+
+
+def test_lower_priority_numbers_go_first() -> None:
+    harness = Harness(max_num_seqs=1)
+    harness.ask("first", 4, max_tokens=2, ignore_eos=True)
+    harness.step()
+    harness.ask("late", 4, max_tokens=1, priority=1)
+    harness.ask("normal", 4, max_tokens=1)
+    harness.ask("urgent", 4, max_tokens=1, priority=-1)
+    harness.run()
+    assert [next(iter(_computed(harness, i))) for i in range(5)] == ["first", "first", "urgent", "normal", "late"]
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 18))
+def test_a_hit_leaves_a_token_to_compute(num_tokens: int) -> None:
+    """CASES F1, F6, F9: the second time gives the same tokens, whole number of blocks or not."""
+    harness = Harness(num_blocks=40)
+    prompt = prompt_of(num_tokens)
+    for request_id in ("cold", "warm"):
+        harness.ask(request_id, prompt, max_tokens=9)
+        harness.run()
+    assert (harness.cached["cold"], harness.cached["warm"]) == (0, (num_tokens - 1) // 4 * 4)
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_output_is_cached_too() -> None:
+    harness = Harness()
+    harness.ask("first", 6, max_tokens=8, ignore_eos=True)
+    harness.run()
+    conversation = [*harness.requests["first"].prompt_token_ids, *harness.tokens["first", 0], 5]
+    harness.ask("second", conversation, max_tokens=1)
+    harness.run()
+    assert harness.cached["second"] == 12  # 13 of the 14 tokens had been computed, 12 are whole blocks
+    stats = harness.cache.stats()
+    assert (stats.num_query_tokens, stats.num_hit_tokens) == (21, 12)
+    harness.check_outputs()
+
+
+def test_salts_do_not_share() -> None:
+    """CASES D5, C10."""
+    harness = Harness()
+    for request_id, salt in (("a", "one"), ("b", "two"), ("c", "one")):
+        harness.ask(request_id, prompt_of(9), max_tokens=1, cache_salt=salt)
+        harness.run()
+    assert harness.cached == {"a": 0, "b": 0, "c": 8}
+
+
+def test_without_caching_there_are_no_hits() -> None:
+    harness = Harness(enable_caching=False)
+    for request_id in ("a", "b"):
+        harness.ask(request_id, prompt_of(9), max_tokens=3)
+        harness.run()
+    assert harness.cached == {"a": 0, "b": 0}
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_equal_prompts_in_the_same_step_end_up_on_the_same_blocks() -> None:
+    harness = Harness(num_blocks=40)
+    for request_id in ("a", "b"):
+        harness.ask(request_id, prompt_of(8), max_tokens=9, ignore_eos=True)
+    harness.step()
+    harness.step()
+    assert harness.cache.num_referenced == 4  # two shared, one more each
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+
+
+@pytest.mark.parametrize("num_steps", range(8))
+@pytest.mark.parametrize("n", [1, 3])
+def test_abort_frees_everything_in_every_state(num_steps: int, n: int) -> None:
+    """CASES A5: waiting, prefilling, forked, decoding, preempted."""
+    harness = Harness(num_blocks=10, max_num_batched_tokens=6, max_num_seqs=4)
+    harness.ask("other", 7, max_tokens=6)
+    harness.ask("r", 14, n=n, max_tokens=12)
+    for _ in range(num_steps):
+        harness.step()
+    assert harness.abort("r") is True
+    assert harness.abort("r") is False
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_a_sampling_error_fails_its_request_alone() -> None:
+    harness = Harness()
+    harness.ask("bad", 5, n=2, max_tokens=6)
+    harness.ask("good", 6, max_tokens=6)
+    harness.step()
+    schedule = harness.scheduler.schedule()
+    sampled = harness.runner.execute(schedule)
+    bad = next(i for i, item in enumerate(schedule.items) if item.sequence.request_id == "bad")
+    sampled[bad] = [SampledToken(-1, error="logits are NaN")]
+    output = harness.scheduler.update(schedule, sampled)
+    assert [(failed.request_id, failed.message) for failed in output.failed] == [("bad", "logits are NaN")]
+    assert [token.request_id for token in output.tokens] == ["good"]
+    harness.scheduler.abort("good")
+    harness.check_idle()
+
+
+def test_load() -> None:
+    harness = Harness(max_num_batched_tokens=8, max_num_seqs=2, num_blocks=16)
+    assert harness.scheduler.load() == EngineLoad(0, 0, 0, 16, 16)
+    for name in "abc":
+        harness.ask(name, 10, max_tokens=5, ignore_eos=True)
+    assert harness.scheduler.load() == EngineLoad(0, 3, 30, 16, 16)
+    assert harness.step().load == EngineLoad(2, 1, 6 + 6 + 10, 14, 16)
+    harness.step()
+    assert harness.step().load == EngineLoad(2, 1, 10, 10, 16)
+    harness.run()
+    assert harness.scheduler.load() == EngineLoad(0, 0, 0, 16, 16)

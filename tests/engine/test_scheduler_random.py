@@ -1,0 +1,193 @@
+"""Random workloads against the oracle: whatever is batched, shared, preempted or aborted, the tokens are the same.
+
+Hypothesis draws only a seed: workloads drawn piece by piece stay so small that blocks never run out.
+"""
+
+import time
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.request import AdoptedKv, ChoiceState, EngineRequest
+from engine.sequence import Sequence
+from engine.speculation import Speculator
+from engine.tiers.host_slots import HostSlots
+from engine.tiers.tier import Bytes
+from engine.transfer.checksum import checksum
+from kvstore.tier_block import Entry, owner_of
+from pagewire.sampling import SamplingParams
+from pagewire.speculative import SpeculativeConfig
+from tests.engine.fake_runner import VOCAB_SIZE, next_token, suppressed
+from tests.engine.harness import BLOCK_SIZE, Harness
+
+PREFIX = tuple(range(11, 23))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def _request(rng: Random, request_id: str) -> EngineRequest:
+    params = SamplingParams(
+        n=rng.choice([1, 1, 1, 2, 3, 5]),
+        max_tokens=rng.choice([1, 2, 6, 14, None]),
+        min_tokens=rng.choice([0, 0, 2]),
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 3, 12]))),
+        ignore_eos=rng.random() < 0.5,
+    )
+    # Common prefixes, whole blocks and not, so that the cache hits and blocks are shared; sometimes the whole prompt.
+    head = PREFIX[: rng.choice([0, 4, 5, 8, 8, 12])]
+    tail = tuple(rng.randrange(3, 9) for _ in range(rng.choice([0, 0, 1, 3, 9]))) or ((9,) if not head else ())
+    request = EngineRequest(
+        request_id,
+        head + tail,
+        params,
+        cache_salt=rng.choice(["", "", "", "salt"]),
+        prefill_only=rng.random() < 0.25,
+        priority=rng.choice([0, 0, 0, 1, -1]),
+        tenant=rng.choice(["", "", "a", "b"]),
+    )
+    return _resumed(rng, request) if params.max_tokens != 1 and rng.random() < 0.4 else request
+
+
+def _resumed(rng: Random, request: EngineRequest) -> EngineRequest:
+    """The same request after it has run elsewhere for a while; some choices may be finished, some not listed."""
+    params, states = request.params, []
+    most = min(4, (params.max_tokens or 9) - 1)
+    for choice in range(params.n):
+        tokens: list[int] = []
+        for index in range(rng.randint(0, most)):
+            suppress = suppressed(params.stop_token_ids, index, params.min_tokens)
+            tokens.append(next_token([*request.prompt_token_ids, *tokens], choice, suppress))
+        finished = rng.random() < 0.2
+        if tokens or finished or rng.random() < 0.5:
+            states.append(ChoiceState(choice, tuple(tokens), finished))
+    if len(states) == params.n and all(state.finished for state in states):
+        return request
+    return replace(request, choices=tuple(states))
+
+
+def _with_adopted(rng: Random, harness: Harness, request: EngineRequest) -> EngineRequest:
+    """The request with the KV of its first tokens transferred into this pool, as decode's intake does it."""
+    states = {state.choice: state for state in request.choices}
+    going_on = [states.get(choice, ChoiceState(choice)) for choice in range(request.params.n)]
+    going_on = [state for state in going_on if not state.finished]
+    tokens = list(request.prompt_token_ids)
+    if len(going_on) == 1:
+        tokens += going_on[0].output_token_ids
+    num_tokens = rng.choice([len(tokens), len(request.prompt_token_ids), rng.randint(0, len(tokens))])
+    blocks = harness.cache.allocate(harness.cache.num_blocks_for(num_tokens) + rng.choice([0, 0, 1]))
+    if blocks is None:
+        return request
+    keys = harness.cache.keys_for(tokens[:num_tokens], request.cache_salt)
+    for position in range(num_tokens):
+        harness.runner.slots[blocks[position // harness.block_size], position % harness.block_size] = tokens[position]
+    if rng.random() < 0.5:  # intake may have committed what it verified
+        for i, key in enumerate(keys):
+            own = tokens[i * harness.block_size : (i + 1) * harness.block_size]
+            blocks[i] = harness.cache.commit(blocks[i], key, own)
+    return replace(request, adopted=AdoptedKv(tuple(blocks), num_tokens))
+
+
+class Guesser:
+    """Proposes what the oracle will say, but for a random mistake here and there, and at times beyond the end."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._mistakes = rng.choice([0.0, 0.2, 0.6, 1.0])
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        tokens, params = list(sequence.token_ids), sequence.params
+        for _ in range(self._rng.randint(0, most)):
+            index = len(tokens) - sequence.num_prompt_tokens
+            right = next_token(tokens, sequence.choice, suppressed(params.stop_token_ids, index, params.min_tokens))
+            tokens.append((right + 1) % VOCAB_SIZE if self._rng.random() < self._mistakes else right)
+        return tuple(tokens[sequence.num_tokens :])
+
+
+class _SlowSlots(HostSlots):
+    """Copies take a while, and are caught in the middle."""
+
+    def __init__(self, num_slots: int, block_bytes: int, rng: Random) -> None:
+        super().__init__(num_slots, block_bytes)
+        self._rng = rng
+
+    def write(self, entry: Entry, source: Bytes) -> int:
+        half = source.nbytes // 2
+        self.buffer[entry.slot, :half] = source[:half]
+        time.sleep(self._rng.choice([0, 0, 0.0002, 0.001]))
+        self.buffer[entry.slot, half:] = source[half:]
+        return checksum(self.buffer[entry.slot].data)
+
+    def read(self, entry: Entry, target: Bytes) -> None:
+        time.sleep(self._rng.choice([0, 0, 0.0002, 0.001]))
+        super().read(entry, target)
+
+
+def _run_workload(seed: int, *, speculates: bool = False, num_host_blocks: int = 0) -> Counter[str]:
+    """Runs one workload, checks everything, and says what happened in it."""
+    rng = Random(seed)
+    config = SpeculativeConfig(num_speculative_tokens=rng.choice([1, 3, 9]), least_acceptance=0.0)
+    harness = Harness(
+        num_blocks=rng.choice([10, 10, 11, 14, 40]),
+        max_num_batched_tokens=rng.choice([5, 6, 8, 64]),
+        max_num_seqs=rng.choice([1, 2, 3, 5]),
+        enable_caching=rng.random() < 0.75 or num_host_blocks > 0,
+        speculator=Speculator(config, Guesser(Random(seed))) if speculates else None,
+        num_host_blocks=num_host_blocks,
+        wrap_slots=lambda slots: _SlowSlots(slots.num_slots, 8 * BLOCK_SIZE, Random(seed)),
+    )
+    seen: Counter[str] = Counter()
+    for number in range(rng.randint(2, 9)):
+        request = _request(rng, f"r{number}")
+        if not request.prefill_only and rng.random() < 0.4:
+            request = _with_adopted(rng, harness, request)
+        harness.add(request)
+        for _ in range(rng.choice([0, 1, 3, 8])):
+            harness.step()
+            if rng.random() < 0.3:
+                harness.release_held()  # else transfers hold the blocks for a while
+        if rng.random() < 0.15:
+            harness.abort(f"r{rng.randint(0, number)}")
+        if harness.tiers is not None and rng.random() < 0.5:
+            harness.tiers.quiesce()  # else a busy machine might never get to write anything
+        if rng.random() < (0.5 if num_host_blocks else 0.1):
+            harness.cache.reset()
+        if harness.tiers is not None and rng.random() < 0.1:
+            harness.tiers.clear(rng.choice([None, owner_of("salt")]))
+        seen["adopted"] += request.adopted is not None
+        seen["resumed"] += bool(request.choices)
+    harness.run_with_release()
+    harness.check_outputs()
+    harness.check_idle()
+    seen["preempted"] += harness.scheduler.num_preemptions
+    seen["copied"] += harness.runner.num_copies
+    seen["hit"] += harness.cache.stats().num_hit_tokens
+    seen["evicted"] += harness.cache.stats().num_evictions
+    seen["aborted"] += len(harness.aborted)
+    seen["drafted"] += harness.num_drafted
+    seen["accepted"] += harness.num_accepted
+    seen["loaded"] += sum(tokens for tiers in harness.loaded.values() for tokens in tiers.values())
+    return seen
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=SEEDS, speculates=st.booleans())
+def test_tokens_equal_the_oracle(seed: int, speculates: bool) -> None:
+    _run_workload(seed, speculates=speculates)
+
+
+def test_the_workloads_are_hard() -> None:
+    """The test above is worth something only if everything that could go wrong takes place."""
+    seen = sum((_run_workload(seed, speculates=seed % 2 == 0) for seed in range(60)), Counter[str]())
+    seen["rejected"] = seen["drafted"] - seen["accepted"]
+    wanted = ("adopted", "resumed", "preempted", "copied", "hit", "evicted", "aborted", "accepted", "rejected")
+    too_rare = {what: seen[what] for what in wanted if seen[what] < 20}
+    assert not too_rare
+
+
+def test_tokens_equal_the_oracle_with_a_tier() -> None:
+    """CASES F5, F6: stores and loads race with evictions, aborts and clears; never a wrong token, never a leak."""
+    seen = sum((_run_workload(seed, num_host_blocks=3 + 9 * (seed % 3)) for seed in range(25)), Counter[str]())
+    assert seen["loaded"] >= 20
+    assert seen["aborted"] >= 5

@@ -1,0 +1,160 @@
+"""Speculative decoding: what is guessed, when, and that no token ever depends on it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.engine import Engine
+from engine.request import EngineRequest, TokenOutput
+from engine.sequence import Sequence
+from engine.speculation import NgramProposer, Speculator
+from kernels import cpu
+from pagewire.config import EngineOptions
+from pagewire.sampling import SamplingParams
+from pagewire.speculative import SpeculativeConfig
+from tests.engine.model_harness import random_prompt
+
+CONFIG = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "least_acceptance": 0}'
+
+
+def sequence(token_ids: list[int], num_prompt_tokens: int = 1) -> Sequence:
+    request = EngineRequest("r", tuple(token_ids[:num_prompt_tokens]), SamplingParams())
+    return Sequence(request, 1, 0, token_ids, choices_to_sample=(0,))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "most", "drafts"),
+    [
+        ([1, 2, 3, 4, 9, 1, 2, 3], 2, (4, 9)),
+        ([1, 2, 3, 4, 9, 1, 2, 3], 9, (4, 9, 1, 2, 3, 4, 9, 1, 2)),  # on with the period
+        ([7, 7, 7], 4, (7, 7, 7, 7)),
+        ([1, 2, 5, 8, 2, 6, 1, 2], 1, (5,)),  # the longer match wins ...
+        ([1, 2, 5, 1, 2, 6, 1, 2], 1, (6,)),  # ... and of equals the latest
+        ([1, 2, 3, 4], 4, ()),
+        ([1, 2, 3, 9, 3], 4, ()),  # a match of one is too short
+        ([5], 4, ()),
+    ],
+)
+def test_ngram(token_ids: list[int], most: int, drafts: tuple[int, ...]) -> None:
+    assert NgramProposer(2, 4).propose(sequence(token_ids), most) == drafts
+
+
+def test_ngram_follows_a_growing_sequence() -> None:
+    seq, proposer = sequence([1, 2]), NgramProposer(2, 3)
+    for _ in range(400):
+        assert proposer.propose(seq, 3) == NgramProposer(2, 3).propose(sequence(list(seq.token_ids)), 3)
+        seq.token_ids.append((seq.token_ids[-1] * 7 + 3) % 13)
+
+
+def test_it_pauses_where_it_does_not_pay_and_tries_again() -> None:
+    config = SpeculativeConfig(num_speculative_tokens=4, pause_steps=3)
+    speculator, seq = Speculator(config), sequence([1, 2, 1, 2])
+    lengths = []
+    for _ in range(20):
+        drafts = speculator.propose(seq, 8, 1)
+        lengths.append(len(drafts))
+        if drafts:
+            speculator.learn(seq, len(drafts), 0)
+    assert lengths[0] == 4
+    assert sorted(set(lengths)) == [0, 2, 3, 4]
+    first = lengths.index(0)
+    assert lengths[first : first + 5] == [0, 0, 0, 2, 0], "one short try after each pause"
+    for _ in range(12):
+        speculator.learn(seq, 2, 2)
+    assert len(speculator.propose(seq, 8, 1)) == 4, "and back to full length where it pays again"
+
+
+def test_none_in_large_batches() -> None:
+    speculator = Speculator(SpeculativeConfig(disable_by_batch_size=3))
+    assert speculator.propose(sequence([1, 2, 1, 2]), 8, 3)
+    assert not speculator.propose(sequence([1, 2, 1, 2]), 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "JSON"),
+        ('{"method": "eagle"}', "method"),
+        ('{"num_speculative_tokens": 0}', "num_speculative_tokens: Input should be greater than or equal to 1"),
+        ('{"prompt_lookup_min": 6, "prompt_lookup_max": 5}', "prompt_lookup_min (6) must be at most"),
+        ('{"modle": "x"}', "modle"),
+    ],
+)
+def test_a_bad_config_says_what_is_wrong(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match="speculative_config") as error:
+        EngineOptions(model="x", speculative_config=text)
+    assert problem in str(error.value)
+
+
+def run(engine: Engine, requests: list[EngineRequest]) -> tuple[list[TokenOutput], list[tuple[int, int]], int]:
+    """All tokens in order of request, choice and index; (drafted, accepted) of each step; the number of steps."""
+    tokens, drafts, num_steps = [], [], 0
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        output = engine.step()
+        assert not output.failed
+        tokens += output.tokens
+        drafts += output.drafts
+        num_steps += 1
+        engine.scheduler.check_integrity()
+    engine.kv_cache.take_events()
+    return sorted(tokens, key=lambda token: (token.request_id, token.choice, token.index)), drafts, num_steps
+
+
+FEW = dict.fromkeys((40, 50, 60), 30.0)
+"""Tokens that a random model would not leave again: its text repeats itself, as people's code does."""
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=2, logit_bias=FEW),
+    "cold": SamplingParams(temperature=0.05, seed=5, max_tokens=60, ignore_eos=True, logprobs=0, logit_bias=FEW),
+    "penalties": SamplingParams(
+        temperature=0.3,
+        seed=6,
+        max_tokens=50,
+        repetition_penalty=1.2,
+        frequency_penalty=0.4,
+        top_p=0.9,
+        ignore_eos=True,
+    ),
+    "choices": SamplingParams(n=3, temperature=0.1, seed=7, max_tokens=40, ignore_eos=True),
+    "stops": SamplingParams(temperature=0.0, max_tokens=60, min_tokens=9, stop_token_ids=tuple(range(20, 90, 3))),
+}
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), [("reference", "float32"), ("native", "bfloat16"), ("torch", "bfloat16")]
+)
+def test_tokens_and_logprobs_are_those_without_speculation(
+    tiny_model: Callable[..., Path], kernels: str, dtype: str, block_size: int
+) -> None:
+    """Bit for bit, in a batch of everything, with a pool so small that sequences are preempted."""
+    if kernels == "native" and not cpu.available():
+        pytest.skip("no native kernels")
+    options = EngineOptions(
+        model=str(tiny_model("llama")), kernels=kernels, dtype=dtype, block_size=block_size, max_num_seqs=5,
+        max_num_batched_tokens=24, max_model_len=160, cpu_threads=1, kv_cache_memory_bytes=260 * _token_bytes(dtype),
+    )  # fmt: skip
+    requests = [
+        EngineRequest(name, tuple(2 * random_prompt(9 + 2 * i, seed=i).tolist()), params)
+        for i, (name, params) in enumerate(PARAMS.items())
+    ]
+    plain, speculative = Engine(options), Engine(options.model_copy(update={"speculative_config": CONFIG}))
+    try:
+        expected, no_drafts, num_steps = run(plain, requests)
+        tokens, drafts, num_fewer_steps = run(speculative, requests)
+    finally:
+        plain.close()
+        speculative.close()
+    assert tokens == expected
+    assert not no_drafts
+    num_accepted = sum(accepted for _, accepted in drafts)
+    assert 20 < num_accepted < sum(drafted for drafted, _ in drafts), "some are right and some are wrong"
+    assert num_fewer_steps < num_steps
+
+
+def _token_bytes(dtype: str) -> int:
+    """KV of one token of the tiny Llama."""
+    return 2 * 2 * 2 * 16 * (4 if dtype == "float32" else 2)

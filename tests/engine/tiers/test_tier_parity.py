@@ -1,0 +1,94 @@
+"""A real model with a tier: cold, warm on the device and warm from the tier give the same tokens."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.engine import Engine
+from engine.errors import EngineError
+from pagewire.config import EngineOptions
+from pagewire.sampling import SamplingParams
+
+PROMPTS = [list(range(10, 10 + num_tokens)) for num_tokens in (3, 4, 5, 8, 17, 40)]
+PARAMS = [SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), SamplingParams(max_tokens=6, seed=7, n=2)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path / "cache"))
+
+
+def _options(model: Path, **options: object) -> EngineOptions:
+    fields = {"block_size": 4, "kernels": "torch", "cpu_threads": 1, "kv_cache_memory_bytes": 1 << 20}
+    return EngineOptions.model_validate({"model": str(model), **fields, **options})
+
+
+def test_cold_and_warm_from_the_tier_are_equal(tiny_model: Callable[..., Path]) -> None:
+    """CASES F1, F6."""
+    model = tiny_model("llama")
+    cold = Engine(_options(model, enable_prefix_caching=False))
+    engine = Engine(_options(model, kv_offloading_size="1MiB"))
+    assert engine.tiers is not None
+    for params in PARAMS:
+        expected = cold.generate(PROMPTS, params)
+        for _ in range(2):
+            assert engine.generate(PROMPTS, params) == expected
+            assert engine.tiers.quiesce()
+            assert engine.kv_cache.reset() > 0
+    stats = engine.kv_cache.stats()
+    assert stats.num_hit_tokens >= 2 * (4 + 4 + 16 + 36)
+    engine.scheduler.check_integrity()
+    engine.tiers.check_integrity()
+    assert stats.num_referenced == 0
+    engine.close()
+    cold.close()
+
+
+def test_reset_prefix_cache_reaches_the_tier(tiny_model: Callable[..., Path]) -> None:
+    engine = Engine(_options(tiny_model("llama"), kv_offloading_size="1MiB"))
+    assert engine.tiers is not None
+    engine.generate(PROMPTS[-1:], PARAMS[0])
+    assert engine.tiers.quiesce()
+    engine.reset_prefix_cache()
+    engine.generate(PROMPTS[-1:], PARAMS[0])
+    assert engine.kv_cache.stats().num_hit_tokens == 0
+    engine.close()
+
+
+def test_sizes_are_checked(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(EngineError, match=r"kv_offloading_size = 9 bytes: one block takes \d+"):
+        Engine(_options(model, kv_offloading_size="9b"))
+    with pytest.raises(EngineError, match=r"kv_offloading_size = \d+ bytes: the system has \d+ to give"):
+        Engine(_options(model, kv_offloading_size=1 << 20))  # a million GiB
+    with pytest.raises(ValueError, match="kv_offloading_size needs enable_prefix_caching"):
+        _options(model, kv_offloading_size="1MiB", enable_prefix_caching=False)
+    assert _options(model, kv_offloading_size=1.5).kv_offloading_size == 3 << 29
+    assert _options(model, kv_offloading_size="2").kv_offloading_size == 2 << 30
+
+
+def test_a_restarted_engine_goes_on_from_its_disk(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """CASES F1, D3: the same model finds its blocks, another one does not."""
+    disk = {"kv_disk_path": str(tmp_path / "disk"), "kv_disk_size": "4MiB"}
+    expected, hits = [], []
+    for family in ("llama", "llama", "qwen3"):
+        engine = Engine(_options(tiny_model(family), **disk))
+        assert engine.tiers is not None
+        expected.append(engine.generate(PROMPTS, PARAMS[0]))
+        hits.append(engine.kv_cache.stats().num_hit_tokens)
+        assert engine.tiers.quiesce()
+        engine.close()
+    assert expected[0] == expected[1] != expected[2]
+    assert hits == [0, 4 + 4 + 16 + 36, 0]
+
+
+def test_disk_options_are_checked(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="kv_disk_path and kv_disk_size must be given together"):
+        _options(model, kv_disk_path=str(tmp_path))
+    with pytest.raises(EngineError, match=r"kv_disk_size = 100 bytes: a file with one block takes \d+"):
+        Engine(_options(model, kv_disk_path=str(tmp_path), kv_disk_size="100b"))
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match=r"kv_disk_path = .*file: .*Not a directory"):
+        Engine(_options(model, kv_disk_path=str(tmp_path / "file"), kv_disk_size="1MiB"))

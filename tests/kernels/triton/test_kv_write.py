@@ -1,0 +1,121 @@
+"""Rotation of q and k, and the writing of k and v.
+
+The rotation is two products and a sum: two or three roundings of float32, one of 16 bits, relative to a pair's length.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.memory import KvLayout, KvMemory
+from kernels import reference
+from kernels.triton import kv_write
+from tests.kernels.triton.mutants import mutant
+from tests.kernels.triton.tensors import DTYPES, assert_close, random
+
+
+@dataclass(frozen=True)
+class Step:
+    """Inputs of one step and what the cache held before it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    memory: KvMemory
+
+    @staticmethod
+    def make(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> "Step":
+        qkv = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)  # views of one matrix product
+        q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        inv_freq = 1.0 / 10000.0 ** (torch.arange(head_dim // 2) * 2 / head_dim)
+        cos, sin = reference.rope_tables(torch.arange(num_tokens) * 37, inv_freq, 1.25)
+        memory = KvMemory(KvLayout(3, num_kv_heads, head_dim, 16, dtype), num_tokens // 16 + 3)
+        memory.blocks.copy_(random(*memory.blocks.shape, dtype=dtype, seed=3))
+        order = torch.randperm(memory.num_blocks * 16, generator=torch.Generator().manual_seed(4))
+        slots = order[:num_tokens].clone()
+        slots[num_tokens // 2] = -1  # a padding row
+        return Step(q, k, v, cos, sin, slots, memory)
+
+    def run(self, kernels: ModuleType) -> Tensor:
+        caches = self.memory.layer(1)
+        rotated: Tensor = kernels.rope_and_write_kv(self.q, self.k, self.v, self.cos, self.sin, *caches, self.slots)
+        return rotated
+
+
+def check(kernels: ModuleType, step: Step) -> None:
+    before = step.memory.blocks.clone()
+    q = step.run(kernels)
+    blocks, offsets = step.slots // 16, step.slots % 16
+    written = step.slots >= 0
+    k_cache, v_cache = step.memory.layer(1)
+    for out, source in ((q, step.q), (k_cache[blocks, :, offsets][written], step.k[written])):
+        rows = torch.arange(len(step.q)) if out is q else torch.arange(len(step.q))[written]
+        wide = source.double()
+        first, second = wide.chunk(2, dim=-1)
+        length = (first.square() + second.square()).sqrt().repeat(1, 1, 2) * 1.25
+        expected = reference.apply_rope(wide, step.cos[rows], step.sin[rows])
+        assert_close(out, expected, roundings=3.0 if out.dtype == torch.float32 else 1.1, scale=length)
+    assert torch.equal(v_cache[blocks, :, offsets][written], step.v[written])
+    untouched = torch.ones(step.memory.num_blocks, 16, dtype=torch.bool)
+    untouched[blocks[written], offsets[written]] = False
+    now = step.memory.blocks.permute(0, 4, 1, 2, 3, 5)
+    was = before.permute(0, 4, 1, 2, 3, 5)
+    assert torch.equal(now[untouched], was[untouched])
+    assert torch.equal(now[:, :, [0, 2]], was[:, :, [0, 2]])  # the other layers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float64(dtype: str) -> None:
+    for heads in ((1, 1), (4, 1), (7, 1), (16, 2)):
+        check(kv_write, Step.make(19, *heads, 64, DTYPES[dtype]))
+
+
+def test_head_sizes() -> None:
+    for head_dim in (80, 96, 128, 256):
+        check(kv_write, Step.make(3, 2, 1, head_dim, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("second * c + first * s).to(q_out", "second * c - first * s).to(q_out"),
+        ("second * c + first * s).to(k_cache", "second * c - first * s).to(k_cache"),
+        ("slot % BLOCK_SIZE", "(slot + 1) % BLOCK_SIZE"),
+        ("tl.store(target + HALF, tl.load(source + HALF", "tl.store(target + HALF, tl.load(source"),
+        ("token[:, None] * HALF + column", "token[:, None] * 0 + column"),
+    ],
+)
+def test_a_planted_bug_goes_red(old: str, new: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check(mutant(kv_write, old, new, tmp_path), Step.make(19, 4, 1, 64, torch.float32))
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    step = Step.make(19, 4, 2, 80, torch.float32)
+    q, together = step.run(kv_write), step.memory.blocks.clone()
+    for row in (0, 7, 18):
+        rows = slice(row, row + 1)
+        alone = Step(
+            step.q[rows], step.k[rows], step.v[rows], step.cos[rows], step.sin[rows], step.slots[rows], step.memory
+        )
+        assert torch.equal(alone.run(kv_write)[0], q[row])
+        assert torch.equal(step.memory.blocks, together)
+
+
+def test_no_tokens() -> None:
+    step = Step.make(1, 2, 1, 64, torch.float32)
+    empty = Step(step.q[:0], step.k[:0], step.v[:0], step.cos[:0], step.sin[:0], step.slots[:0], step.memory)
+    assert empty.run(kv_write).shape == (0, 2, 64)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    step = Step.make(4, 2, 1, 64, torch.float32)
+    with pytest.raises(ValueError, match="slots must be int64"):
+        Step(step.q, step.k, step.v, step.cos, step.sin, step.slots.int(), step.memory).run(kv_write)

@@ -1,0 +1,204 @@
+"""Tiny random-weight models of every family, written in the Hugging Face layout, with a byte-level tokenizer.
+
+The weights are scaled so that greedy text varies and the best token usually wins by a clear margin; norms, biases and
+the `1 + w` norms of Gemma are random too, so that a wrong convention shows.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+PAD, BOS, EOS = 0, 1, 2
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+MERGES = (
+    "t h", "th e", "Ġ the", "i n", "e r", "a n", "o n", "r e", "Ġ a", "o r", "e n", "Ġ s", "Ġ w", "a t", "Ġ c",
+    "o u", "i s", "Ġ o", "e s", "an d", "in g", "Ġ f", "Ġ b", "Ġ p", "Ġ in", "e d", "Ġ m", "a l", "Ġ l", "Ġo f",
+    "l l", "Ġ t", "Ġt o", "Ġ d", "Ġ h", "o m", "i t", "a s", "l e",
+)  # fmt: skip
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<start_of_turn>tools\n"
+    "{{ tools | map(attribute='function.name') | join(' ') }}<end_of_turn>\n{% endif %}"
+    "{% for message in messages %}<start_of_turn>{{ message['role'] }}\n"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message['content'] | trim }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
+)
+VOCAB_SIZE = 300
+"""5 specials + 256 bytes + 39 merges."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 3,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "num_hidden_layers": 2,
+        "hidden_act": "silu",
+        "sliding_window": 11,
+        "tie_word_embeddings": False,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_hidden_layers": 2,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "hidden_act": "silu",
+        "head_dim": 32,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 24,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 19,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    },
+}
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
+
+
+def make_tiny_model(
+    family: str, directory: Path, *, seed: int = 0, dtype: str = "float32", **config_overrides: Any
+) -> Path:
+    """Write a model of `family` ("llama", "mistral", "qwen2", "qwen3", "gemma3") into `directory` and return it."""
+    config = {**_COMMON, **_FAMILIES[family], "dtype": dtype, **config_overrides}
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / "config.json", config)
+    eos, pad, bos = config["eos_token_id"], config["pad_token_id"], config["bos_token_id"]
+    _write_json(directory / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad})
+    weights = tiny_weights(config, seed=seed)
+    save_file(
+        {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    write_tokenizer(directory)
+    return directory
+
+
+def tiny_weights(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor]:
+    """Random float32 weights under Hugging Face's names for a config as written by `make_tiny_model`."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    gemma = config["model_type"] == "gemma3_text"
+    tied = config["tie_word_embeddings"]
+    weights: dict[str, torch.Tensor] = {}
+
+    def matrix(name: str, rows: int, columns: int, std: float | None = None) -> None:
+        weights[name] = torch.randn(rows, columns, generator=generator) * (columns**-0.5 if std is None else std)
+
+    def norm(name: str, size: int, mean: float = 1.0) -> None:
+        weights[name] = torch.randn(size, generator=generator) * 0.2 + (mean - 1.0 if gemma else mean)
+
+    # Tied models repeat their last token for ever unless the layers outweigh the (small) embedding in the residual
+    # stream; the last norm then brings the logits back to a standard deviation of about 3.
+    small = 0.04 if gemma else 0.1
+    matrix("model.embed_tokens.weight", vocab, hidden, small if tied else 1.0)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for part, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            # Sharp attention (logits of std ~2) makes the text depend on the history, not on the last token alone.
+            matrix(f"{prefix}self_attn.{part}_proj.weight", rows * head_dim, hidden, (1.0 if part == "v" else 1.5) / 8)
+            if config["model_type"] == "qwen2" or config.get("attention_bias"):
+                weights[f"{prefix}self_attn.{part}_proj.bias"] = torch.randn(rows * head_dim, generator=generator) * 0.5
+        matrix(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim, 1.5 * (heads * head_dim) ** -0.5)
+        if config.get("attention_bias"):
+            weights[f"{prefix}self_attn.o_proj.bias"] = torch.randn(hidden, generator=generator) * 0.5
+        if gemma or config["model_type"] == "qwen3":
+            norm(f"{prefix}self_attn.q_norm.weight", head_dim)
+            norm(f"{prefix}self_attn.k_norm.weight", head_dim)
+        matrix(f"{prefix}mlp.gate_proj.weight", ffn, hidden)
+        matrix(f"{prefix}mlp.up_proj.weight", ffn, hidden)
+        matrix(f"{prefix}mlp.down_proj.weight", hidden, ffn, 1.5 * ffn**-0.5)
+        norm(f"{prefix}input_layernorm.weight", hidden)
+        norm(f"{prefix}post_attention_layernorm.weight", hidden)
+        if gemma:
+            norm(f"{prefix}pre_feedforward_layernorm.weight", hidden)
+            norm(f"{prefix}post_feedforward_layernorm.weight", hidden)
+    norm("model.norm.weight", hidden, mean=3 / (small * hidden**0.5) if tied else 1.0)
+    if not tied:
+        matrix("lm_head.weight", vocab, hidden, 3 * hidden**-0.5)
+    return weights
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """A byte-level BPE: the specials, all 256 bytes, then the merges; any text round-trips."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [tuple(merge.split(" ")) for merge in MERGES]
+    tokens = [*SPECIAL_TOKENS, *alphabet, *("".join(merge) for merge in merges)]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    if len(vocab) != VOCAB_SIZE:
+        raise ValueError(f"the tiny vocabulary has {len(vocab)} distinct tokens, not {VOCAB_SIZE}")
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", BOS)]
+    )
+    return tokenizer
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json (with a chat template)."""
+    tiny_tokenizer().save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": "<pad>",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "add_bos_token": True,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": _COMMON["max_position_embeddings"],
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

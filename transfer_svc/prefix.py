@@ -1,0 +1,245 @@
+"""The leading blocks of one sequence that are in this worker's pool and verified; a pull makes it grow.
+
+A block is taken when the sender's is ready, copied, its checksum verified on the copy, its key compared with our own
+computation, and committed. So whatever happens to the transfer, what is here can be used.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from engine.host import EngineHost
+from engine.request import AdapterId, AdoptedKv
+from engine.transfer.copies import copy_blocks, copy_part
+from engine.transfer.frames import ZERO_KEY, BlockFrame, FrameError
+from engine.transfer.landing import Landing
+from engine.transfer.nixl_read import BLOCKS_PER_READ
+from engine.transfer.plane import BlockReceiver, Plane, block_address, block_bytes
+from pagewire.metrics import WorkerMetrics
+from transfer_svc.client import PulledEnd, ReadyBlocks
+from transfer_svc.reservations import Reservation, Reservations
+from transfer_svc.tier_prefix import load_from_tiers
+
+
+class RingStarved(Exception):
+    """There is no room for what lies in the sender's ring: let go of the ring, others need it."""
+
+
+class WrongTokens(Exception):
+    """The sender's blocks have other keys: it computed other tokens."""
+
+
+class VerifiedPrefix:
+    """Owns one reference on each of its blocks until `release` or `adopt`."""
+
+    def __init__(
+        self, token_ids: Sequence[int], host: EngineHost[Any], reservations: Reservations, metrics: WorkerMetrics
+    ) -> None:
+        self.arrivals: list[float] = []  # when each pulled block came, by the event loop's clock
+        self.loaded: tuple[tuple[str, int], ...] = ()  # tokens that this worker's tiers had, by tier
+        self._token_ids = token_ids
+        self._host = host
+        self._cache = host.kv_cache
+        self._reservations = reservations
+        self._metrics = metrics
+        self._keys: list[bytes] = []
+        self._cache_salt = ""
+        self._adapter: AdapterId | None = None
+        self._block_ids: list[int] = []
+        self._part: int | None = None  # the next block, if some parts of it have arrived
+        self._part_bytes = 0
+        self._num_covered = 0  # tokens of which somebody has KV: the sender, or this worker's cache
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Of all full blocks of the sequence; empty before `match`."""
+        return self._keys
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._block_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Leading tokens whose KV is here and verified."""
+        return min(len(self._block_ids) * self._cache.block_size, self._num_covered)
+
+    async def match(self, cache_salt: str, adapter: AdapterId | None = None) -> None:
+        """Computes the keys and takes the leading blocks that are here already, in the pool or below it."""
+        self._cache_salt, self._adapter = cache_salt, adapter
+        keys_for = partial(self._cache.keys_for, adapter=b"" if adapter is None else adapter.key)
+        self._keys = await self._host.in_thread(keys_for, self._token_ids, cache_salt)
+        self.match_again()
+        found = await load_from_tiers(
+            self._host,
+            self._keys,
+            self._token_ids,
+            len(self._block_ids),
+            cache_salt,
+            "" if adapter is None else adapter.name,
+            max_blocks=self._reservations.num_spare,
+        )
+        self._block_ids += found.block_ids
+        self.loaded = found.num_tokens
+        self.cover(len(self._block_ids) * self._cache.block_size)
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        return sum(num_tokens for _, num_tokens in self.loaded)
+
+    def match_again(self) -> None:
+        """After `release`: takes what is still here."""
+        self._block_ids = self._cache.match(self._keys, self._token_ids)
+        self.cover(len(self._block_ids) * self._cache.block_size)
+
+    def match_further(self) -> None:
+        """Takes what has come into the cache behind the blocks that are here."""
+        self.drop_part()
+        found = self._cache.match(self._keys, self._token_ids)
+        if len(found) > len(self._block_ids):
+            found, self._block_ids = self._block_ids, found
+            self.cover(len(self._block_ids) * self._cache.block_size)
+        self._cache.release(found)
+
+    def cover(self, num_tokens: int) -> None:
+        """Somebody has the KV of this many leading tokens."""
+        self._num_covered = max(self._num_covered, min(num_tokens, len(self._token_ids)))
+
+    def release(self) -> None:
+        """Gives back every block."""
+        self.drop_part()
+        block_ids, self._block_ids = self._block_ids, []
+        if block_ids:
+            self._cache.release(block_ids)
+            self._host.announce()
+
+    def drop_part(self) -> None:
+        """Gives back a block of which only some parts have come."""
+        if self._part is not None:
+            self._cache.release([self._part])
+            self._part = None
+            self._host.announce()
+
+    def adopt(self, num_known_tokens: int) -> AdoptedKv | None:
+        """Passes the references on; None if there is nothing. `num_known_tokens`: what the engine starts with.
+
+        At least one of them is left to compute, or there would be nothing to sample from.
+        """
+        self.drop_part()
+        num_tokens, size = self.num_tokens, self._cache.block_size
+        if num_tokens >= num_known_tokens:
+            num_tokens = num_known_tokens - 1
+            if num_tokens // size < len(self._keys):
+                num_tokens -= num_tokens % size  # a committed block is immutable
+        num_blocks = self._cache.num_blocks_for(num_tokens)
+        adopted, rest = self._block_ids[:num_blocks], self._block_ids[num_blocks:]
+        self._block_ids = []
+        self._cache.release(rest)
+        return AdoptedKv(tuple(adopted), num_tokens) if adopted else None
+
+    def check_is_whole(self, end: PulledEnd) -> None:
+        """Raises FrameError if blocks are missing that somebody needs."""
+        all_finished = bool(end.first_tokens) and all(token.finished for token in end.first_tokens)
+        if not all_finished and self.num_tokens < end.num_tokens:
+            raise FrameError(f"the pull ended after {self.num_tokens} of {end.num_tokens} tokens")
+
+    # --- what a pull brings; all of it is to be awaited inside `mine.preemptible()` ---
+
+    async def take_ready(
+        self, ready: ReadyBlocks, receiver: BlockReceiver, turns: asyncio.Semaphore, mine: Reservation
+    ) -> None:
+        """Reads blocks out of the sender's memory, as many at a time as there is room for.
+
+        NIXL waits for the sender: on a thread of its own kind, in turns, and for one READ at a time, so that what came
+        before a sender froze is kept.
+        """
+        self._check_place(ready.first_block, ready.keys)
+        done, waits = 0, receiver.plane is Plane.NIXL
+        while done < len(ready.blocks):
+            if receiver.plane is Plane.SHM_RING and not self._reservations.has_room(mine):
+                raise RingStarved
+            most = min(len(ready.blocks) - done, BLOCKS_PER_READ if waits else len(ready.blocks))
+            block_ids = await self._reservations.allocate(mine, most)
+            blocks = ready.blocks[done : done + len(block_ids)]
+            addresses = [block_address(self._host.memory, block_id) for block_id in block_ids]
+            landing = Landing()
+            copy = partial(receiver.read, blocks, addresses, landing)
+            await self._fill(block_ids, landing, copy, turns=turns if waits else None)
+            done += len(block_ids)
+
+    async def take_frame(self, frame: BlockFrame, mine: Reservation) -> None:
+        """Copies blocks, or a part of one, out of a frame."""
+        size = block_bytes(self._host.memory)
+        self._check_place(frame.first_block, frame.keys)
+        if len(frame.checksums) == 1 and len(frame.payload) < size:
+            await self._take_part(frame, mine)
+            return
+        if frame.offset or len(frame.payload) != size * len(frame.checksums):
+            raise FrameError(f"{len(frame.payload)} bytes for {len(frame.checksums)} blocks of {size}")
+        done = 0
+        while done < len(frame.checksums):
+            block_ids = await self._reservations.allocate(mine, len(frame.checksums) - done)
+            end = done + len(block_ids)
+            payload = memoryview(frame.payload)[done * size : end * size]
+            digests = frame.checksums[done:end]
+            copy = partial(copy_blocks, self._host.memory, block_ids, payload, digests)
+            await self._fill(block_ids, Landing(), copy)
+            done = end
+
+    async def _take_part(self, frame: BlockFrame, mine: Reservation) -> None:
+        size = block_bytes(self._host.memory)
+        if frame.offset == 0:
+            self.drop_part()
+            (self._part,) = await self._reservations.allocate(mine, 1)
+            self._part_bytes = 0
+        if self._part is None or frame.offset != self._part_bytes or frame.offset + len(frame.payload) > size:
+            raise FrameError(f"a part at offset {frame.offset} that does not follow the one before it")
+        address = block_address(self._host.memory, self._part) + frame.offset
+        await self._host.in_thread(copy_part, address, frame.payload, frame.checksums[0])
+        self._part_bytes += len(frame.payload)
+        if self._part_bytes == size:
+            block_ids, self._part = [self._part], None
+            self._commit(block_ids)
+
+    async def _fill(
+        self, block_ids: list[int], landing: Landing, copy: Callable[[], None], turns: asyncio.Semaphore | None = None
+    ) -> None:
+        """Copies on a thread and commits; if that fails the blocks are given back when nothing lands there.
+
+        With `turns` it waits for its turn and copies on a thread that may wait for a peer.
+        """
+        try:
+            if turns is None:
+                await self._host.in_thread(copy, on_cancel=landing.stop)
+            else:
+                async with turns:
+                    await self._host.in_peer_thread(copy, on_cancel=landing.stop)
+        except BaseException:
+            self._host.quarantine.release(block_ids, landing)
+            raise
+        self._commit(block_ids)
+
+    def _commit(self, block_ids: list[int]) -> None:
+        size, now = self._cache.block_size, asyncio.get_running_loop().time()
+        for block_id in block_ids:
+            i = len(self._block_ids)
+            if (i + 1) * size <= self._num_covered:
+                tokens, parent = self._token_ids[i * size : (i + 1) * size], self._keys[i - 1] if i else None
+                name = "" if self._adapter is None else self._adapter.name
+                block_id = self._cache.commit(block_id, self._keys[i], tokens, parent, self._cache_salt, name)
+            self._block_ids.append(block_id)
+            self.arrivals.append(now)
+        self._host.flush_events()
+        self._metrics.transfer_blocks.inc(len(block_ids))
+        self._metrics.transfer_bytes.inc(len(block_ids) * block_bytes(self._host.memory))
+
+    def _check_place(self, first_block: int, keys: Sequence[bytes]) -> None:
+        """The blocks are the next ones, and what the sender computed is what this prompt needs."""
+        stop = first_block + len(keys)
+        if first_block != len(self._block_ids) or stop > self._cache.num_blocks_for(self._num_covered):
+            raise FrameError(f"blocks {first_block} … {stop - 1} where block {len(self._block_ids)} was to come")
+        for i, key in enumerate(keys, first_block):
+            is_full = (i + 1) * self._cache.block_size <= self._num_covered
+            if (key or ZERO_KEY) != (self._keys[i] if is_full else ZERO_KEY):
+                raise WrongTokens(f"block {i} of the sender has another key: it computed other tokens")

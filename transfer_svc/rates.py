@@ -1,0 +1,90 @@
+"""What fetching and computing cost here, from what they have cost lately. Pure: amounts and seconds are arguments."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from engine.transfer.plane import Plane
+
+_MAX_LINKS = 1024
+_KEEP = 0.9  # of the past, with each new measurement
+_LATENCY_WEIGHT = 0.3
+
+
+class Rate:
+    """Units per second: sums of both that fade with each measurement, so that small ones count little."""
+
+    def __init__(self, prior: float, prior_seconds: float) -> None:
+        """`prior_seconds`: how much measured time outweighs the prior."""
+        self._amount, self._seconds = prior * prior_seconds, prior_seconds
+
+    @property
+    def per_second(self) -> float:
+        return self._amount / self._seconds
+
+    def observe(self, amount: float, seconds: float) -> None:
+        if amount > 0 and seconds > 0:
+            self._amount = _KEEP * self._amount + amount
+            self._seconds = _KEEP * self._seconds + seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What a link is taken for before it has been used: latency in seconds, bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+
+_PRIORS = {
+    Plane.GRPC: Prior(0.01, 200e6),
+    Plane.SHM_VM: Prior(0.005, 1e9),
+    Plane.SHM_MAP: Prior(0.005, 1e9),
+    Plane.SHM_RING: Prior(0.005, 1e9),
+    Plane.NIXL: Prior(0.005, 500e6),
+}
+_UNKNOWN = Prior(0.03, 200e6)  # a handshake comes on top
+
+
+class Link:
+    """One peer over one plane."""
+
+    def __init__(self, prior: Prior) -> None:
+        self.latency = prior.latency
+        self._bandwidth = Rate(prior.bandwidth, 0.01)
+
+    def seconds(self, num_bytes: int) -> float:
+        """How long a fetch of this size may take."""
+        return self.latency + num_bytes / self._bandwidth.per_second
+
+    def observe(self, num_bytes: int, seconds: float, first_bytes: int, first_seconds: float) -> None:
+        """A fetch brought its first bytes after `first_seconds` and everything after `seconds`."""
+        self._bandwidth.observe(num_bytes - first_bytes, seconds - first_seconds)
+        waited = max(0.0, first_seconds - first_bytes / self._bandwidth.per_second)
+        self.latency += _LATENCY_WEIGHT * (waited - self.latency)
+
+
+class Rates:
+    """Of one worker: its prefill, and its links to others. `prior_prefill`: tokens per second before any was seen."""
+
+    def __init__(self, prior_prefill: float = 1000.0) -> None:
+        self.prefill = Rate(prior_prefill, 0.1)
+        self._links: OrderedDict[tuple[str, Plane], Link] = OrderedDict()
+
+    def compute_seconds(self, num_tokens: int) -> float:
+        """How long a prefill of these tokens keeps the device busy."""
+        return num_tokens / self.prefill.per_second
+
+    def fetch_seconds(self, endpoint: str, plane: Plane | None, num_bytes: int) -> float:
+        """How long a fetch from there may take; `plane` None: not connected yet."""
+        link = None if plane is None else self._links.get((endpoint, plane))
+        if link is None:
+            link = Link(_UNKNOWN if plane is None else _PRIORS[plane])
+        return link.seconds(num_bytes)
+
+    def link(self, endpoint: str, plane: Plane) -> Link:
+        """The link to be told of a fetch; the one that was used longest ago is forgotten for it."""
+        link = self._links.setdefault((endpoint, plane), Link(_PRIORS[plane]))
+        self._links.move_to_end((endpoint, plane))
+        if len(self._links) > _MAX_LINKS:
+            self._links.popitem(last=False)
+        return link
