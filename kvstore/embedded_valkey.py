@@ -73,19 +73,20 @@ class EmbeddedValkey:
         """
         command = list(program) if program is not None else [find_server_program()]
         chosen = _free_port(port or 0)
-        owns_directory = directory is None
-        directory = Path(tempfile.mkdtemp(prefix="pagewire-valkey-")) if directory is None else directory
-        with (directory / "valkey.log").open("wb") as log:
+        home = Path(tempfile.mkdtemp(prefix="pagewire-valkey-")) if directory is None else directory
+        with (home / "valkey.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command,
                  "--port", str(chosen), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
-                 "--dir", str(directory), "--daemonize", "no", *arguments],
+                 "--dir", str(home), "--daemonize", "no", *arguments],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
-        server = cls(process, chosen, directory, owns_directory)
+        server = cls(process, chosen, home, directory is None)
         if not _answers(process, chosen, timeout):
             tail = server.log_path.read_text(errors="replace")[-2000:]
             server.stop()
+            if port is None and "Address already in use" in tail:  # somebody took it between the probe and the server
+                return cls.start(None, directory, program=program, arguments=arguments, timeout=timeout)
             raise EmbeddedValkeyError(f"{command[0]} did not come up on port {chosen}:\n{tail}")
         return server
 

@@ -6,6 +6,7 @@ from types import TracebackType
 import redis
 
 from kvstore.embedded_valkey import EmbeddedValkey
+from tests.ports import free_port
 
 PROGRAMS = ["valkey", "redis-server"]
 
@@ -21,7 +22,7 @@ class Server:
     def __init__(self, program: str = "valkey", arguments: tuple[str, ...] = ()) -> None:
         self._program = None if program == "valkey" else [program]
         self._arguments = arguments
-        self._process = EmbeddedValkey.start(program=self._program, arguments=arguments)
+        self._process = EmbeddedValkey.start(free_port(), program=self._program, arguments=arguments)
         self.port = self._process.port
         self.url = self._process.url
 

@@ -1,14 +1,11 @@
 """A system of real processes that can be hurt one by one: killed, frozen, restarted on the same port."""
 
 import os
-import random
 import re
 import signal
-import socket
 import time
 import urllib.request
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -17,6 +14,7 @@ import psutil
 from pagewire.v1 import admin_pb2, admin_pb2_grpc
 from tests.chaos.zygote import Child, Zygote
 from tests.e2e.cluster import READY, STOP_SECONDS, Cluster, Worker
+from tests.ports import free_port
 
 START_SECONDS = 240  # several start at a time, on a machine that may be busy with other things
 BLOCK_SIZE = 4
@@ -27,15 +25,6 @@ WORKER_FLAGS = (
 )  # fmt: skip
 
 
-def free_port() -> int:
-    """A port for a process whose ready line names another address; none that the kernel gives to others meanwhile."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 class Service:
     """`pagewire prefill|decode|router` as a process; it keeps its port over restarts."""
 
@@ -43,7 +32,7 @@ class Service:
         self._zygote = zygote
         self.role = role
         self.name = name
-        self.port = 0
+        self.port = free_port()
         self.metrics_port = free_port()
         self._flags = (*flags, "--metrics-port", str(self.metrics_port))
         self._log = directory / f"{name}.log"

@@ -18,9 +18,10 @@ from pagewire.errors import PagewireError
 from pagewire.v1 import transfer_pb2
 from tests.chaos.oracle import Oracle, Stream, greedy, prompt, stream
 from tests.chaos.relay import Call, Lost, Pass, Refused, Relay
-from tests.chaos.system import System, free_port
+from tests.chaos.system import System
 from tests.chaos.test_death import busy, until
 from tests.chaos.zygote import Zygote
+from tests.ports import free_port
 
 # Longer than a router needs to give up a silent decode worker (5 s), whose successor takes the ticket over.
 LEASE_SECONDS = 9.0

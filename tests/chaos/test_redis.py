@@ -12,8 +12,9 @@ import redis
 from pagewire import AsyncClient
 from tests.chaos.oracle import Oracle, greedy, prompt, stream
 from tests.chaos.proxy import Proxy
-from tests.chaos.system import System, free_port
+from tests.chaos.system import System
 from tests.chaos.test_death import busy, until
+from tests.ports import free_port
 from tests.valkey import Server
 
 NUM_PROMPTS = 24  # of 18 blocks each: more than a pool of 260 keeps, so holdings change all the time

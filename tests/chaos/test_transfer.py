@@ -15,9 +15,10 @@ from pagewire.errors import PagewireError
 from pagewire.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
 from tests.chaos.oracle import Oracle, greedy, prompt, stream
 from tests.chaos.proxy import Proxy
-from tests.chaos.system import System, free_port
+from tests.chaos.system import System
 from tests.chaos.test_death import until
 from tests.chaos.zygote import Zygote
+from tests.ports import free_port
 
 LEASE_SECONDS = 4.0
 P_BLOCKS, D_BLOCKS = 40, 64

@@ -8,8 +8,8 @@ from typing import Literal
 import httpx2
 import pytest
 
-from tests.clients.ports import free_port, free_ports
 from tests.e2e.cluster import Cluster
+from tests.ports import free_port, free_ports
 
 
 @dataclass(frozen=True, slots=True)

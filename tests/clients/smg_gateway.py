@@ -10,7 +10,7 @@ from types import TracebackType
 import httpx2
 import pytest
 
-from tests.clients.ports import free_port
+from tests.ports import free_port
 
 START_SECONDS = 180
 

@@ -23,6 +23,7 @@ from pagewire.sampling import SamplingParams
 from pagewire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from pagewire.wire import sampling_to_proto
 from prefill_svc.app import PrefillApp
+from tests.ports import free_port
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -210,7 +211,9 @@ async def cluster(
     decode_engine = make_engine(model, **(decode_options or {}))
     common: dict[str, Any] = {"kv_transfer": plane, "kv_lease_seconds": lease_seconds} | config
     prefill = PrefillApp(
-        WorkerConfig(role="prefill", engine=prefill_engine.options, **common), prefill_engine, clock=clock
+        WorkerConfig(role="prefill", port=free_port(), engine=prefill_engine.options, **common),
+        prefill_engine,
+        clock=clock,
     )
     decode = DecodeApp(WorkerConfig(role="decode", engine=decode_engine.options, **common), decode_engine)
     channels = [grpc.aio.insecure_channel(app.description.endpoint) for app in (prefill, decode)]

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.system import System, free_port
+from tests.chaos.system import System
 from tests.chaos.zygote import Zygote
+from tests.ports import free_port
 
 ROUTERS = ("r0", "r1")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tests.chaos.system import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = Path(sys.executable).parent / "envoy"

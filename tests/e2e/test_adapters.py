@@ -16,9 +16,9 @@ from pagewire.errors import PagewireError
 from pagewire.sampling import SamplingParams
 from pagewire.v1 import admin_pb2 as pb
 from pagewire.v1 import admin_pb2_grpc
-from tests.clients.ports import free_port, free_ports
 from tests.decode_svc.harness import make_engine
 from tests.e2e.cluster import Cluster
+from tests.ports import free_port, free_ports
 from tests.tiny_adapters import make_adapter, merge
 
 PROMPT = [(7 * i) % 250 + 10 for i in range(41)]

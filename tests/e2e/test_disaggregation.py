@@ -1,7 +1,6 @@
 """Disaggregation itself, between real processes: blocks travel while P computes, D never prefills, routers share."""
 
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -14,15 +13,10 @@ import pytest
 
 from pagewire import Client
 from tests.e2e.cluster import Cluster
+from tests.ports import free_ports
 
 FLAGS = ("--dtype", "float32", "--kernels", "reference", "--block-size", "4", "--max-num-batched-tokens", "16",
          "--kv-cache-memory-bytes", str(8 << 20), "--cpu-threads", "1")  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_ready(client: Client) -> None:
@@ -46,7 +40,7 @@ def metrics(port: int) -> dict[str, float]:
 def test_blocks_travel_while_prefill_runs_and_decode_never_prefills(
     tiny_model: Callable[..., Path], valkey_url: str
 ) -> None:
-    base = free_port()
+    base = free_ports(3)
     with Cluster(tiny_model("llama"), *FLAGS, "--metrics-port", str(base), redis_url=valkey_url) as cluster:
         with cluster.client() as client:
             for i in range(4):

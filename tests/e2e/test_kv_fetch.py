@@ -9,7 +9,8 @@ import grpc
 from pagewire.v1 import admin_pb2, admin_pb2_grpc
 from tests.decode_svc.harness import BLOCK_SIZE, greedy, random_prompt, reference
 from tests.e2e.cluster import Cluster
-from tests.e2e.test_disaggregation import FLAGS, free_port, metrics
+from tests.e2e.test_disaggregation import FLAGS, metrics
+from tests.ports import free_ports
 
 NUM_TURNS = 4
 
@@ -28,7 +29,7 @@ def wait_for_the_routers_view(cluster: Cluster) -> None:
 
 def test_no_turn_recomputes_what_a_live_worker_holds(tiny_model: Callable[..., Path], valkey_url: str) -> None:
     """Round robin sends every turn to workers that have not seen the last one."""
-    model, base = tiny_model("llama"), free_port()
+    model, base = tiny_model("llama"), free_ports(5)
     flags = (*FLAGS, "--policy", "round_robin", "--kv-fetch", "always", "--kv-fetch-min-tokens", "1",
              "--metrics-port", str(base))  # fmt: skip
     history = random_prompt(41, 1)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from kvstore.embedded_valkey import EmbeddedValkey, EmbeddedValkeyError
+from tests.ports import free_port
 
 
 def test_it_starts_answers_and_leaves_nothing() -> None:
@@ -30,9 +31,7 @@ def test_it_starts_answers_and_leaves_nothing() -> None:
 
 
 def test_the_given_port_and_directory(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = EmbeddedValkey.start(port, tmp_path)
     assert server.port == port
     with pytest.raises(EmbeddedValkeyError, match=f"no server on port {port}: Address already in use"):

@@ -18,11 +18,12 @@ from pagewire import AsyncClient
 from pagewire.completion import Chunk
 from pagewire.sampling import SamplingParams
 from tests.chaos.relay import Call, Pass, Refused, Relay
-from tests.chaos.system import System, free_port
+from tests.chaos.system import System
 from tests.chaos.zygote import Zygote
 from tests.conftest import shared_memory
 from tests.matrix.features import FEATURES, PROMPT, Feature, check_equal
 from tests.matrix.system import Result, _plain
+from tests.ports import free_port
 
 pytestmark = pytest.mark.nightly
 NUM_MESSAGES = 3

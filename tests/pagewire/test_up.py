@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from pagewire import Client
-from pagewire.ports import BindError, check_bindable
 from tests.pagewire.test_cli import ROOT, one_line_error, pagewire
+from tests.ports import free_ports
 
 START_SECONDS = 240.0
 READY = re.compile(r"^ready (127\.0\.0\.1:\d+) after \d+\.\d s\n$")
@@ -79,18 +79,6 @@ def running(model: Path, directory: Path, *flags: str) -> Iterator[Up]:
             if stream is not None:
                 stream.close()
         up.process.wait()
-
-
-def free_ports(count: int) -> int:
-    """First of `count` ports in a row that nobody has; below those that the kernel gives to others meanwhile."""
-    for first in range(20_000 + os.getpid() % 10_000, 32_000, count):
-        try:
-            for port in range(first, first + count):
-                check_bindable("127.0.0.1", port)
-        except BindError:
-            continue
-        return first
-    raise AssertionError("no free ports")
 
 
 def assert_gone(children: dict[str, psutil.Process]) -> None:

@@ -27,6 +27,7 @@ from pagewire.v1 import (
     worker_pb2_grpc,
 )
 from router.placement import Worker
+from tests.ports import free_port
 
 ROOT = b"r" * 32
 BLOCK_SIZE = 4
@@ -109,7 +110,7 @@ class ScriptedWorker:
         self.num_cancelled = 0
         self.num_running = 0
         self.max_model_len = max_model_len
-        self.port = 0
+        self.port = free_port()
         self.draining = False
         self.num_resets = 0
         self.more_services: list[Callable[[grpc.aio.Server], None]] = []

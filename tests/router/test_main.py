@@ -3,7 +3,6 @@
 import asyncio
 import re
 import signal
-import socket
 import sys
 import urllib.request
 from asyncio.subprocess import PIPE, Process
@@ -24,6 +23,7 @@ from pagewire import AsyncClient, rpc
 from pagewire.errors import PagewireError
 from pagewire.foreign.smg import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from pagewire.v1 import admin_pb2, admin_pb2_grpc
+from tests.ports import free_port
 from tests.router.scripted_workers import Script, ScriptedDecode, ScriptedPrefill
 from tests.router.system import eventually, wanted
 from tests.tiny_tokenizers import byte_level, write_model_directory
@@ -185,12 +185,6 @@ async def test_metrics(model: Path) -> None:
     assert 'vllm:prompt_tokens_total{model_name="tiny"} 2.0' in text
     assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0' in text
     assert 'pagewire:num_workers_alive{model_name="tiny"} 1.0' in text
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def ready(client: AsyncClient) -> None:

@@ -12,6 +12,7 @@ from pagewire import rpc
 from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from pagewire.worker_view import LoadSnapshot, WorkerDescription, WorkerFingerprint, WorkerRole
 from pagewire.worker_wire import adapter_to_proto, info_to_proto, load_to_proto
+from tests.ports import free_port
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -43,10 +44,10 @@ class WatchedWorker(worker_pb2_grpc.WorkerServiceServicer):
     def address(self) -> str:
         return self.description.endpoint
 
-    async def start(self, port: int = 0) -> "WatchedWorker":
+    async def start(self, port: int | None = None) -> "WatchedWorker":
         self._server = rpc.build_server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        port = rpc.bind(self._server, "127.0.0.1", port)
+        port = rpc.bind(self._server, "127.0.0.1", port or free_port())
         self.description = replace(self.description, endpoint=f"127.0.0.1:{port}")
         await self._server.start()
         return self

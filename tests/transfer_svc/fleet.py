@@ -19,6 +19,7 @@ from pagewire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_gr
 from pagewire.wire import sampling_to_proto
 from prefill_svc.app import PrefillApp
 from tests.decode_svc.harness import make_engine, until
+from tests.ports import free_port
 
 _ROLES = {"prefill": types_pb2.WORKER_ROLE_PREFILL, "decode": types_pb2.WORKER_ROLE_DECODE}
 _numbers = itertools.count()
@@ -187,10 +188,10 @@ async def start_node(
 ) -> None:
     engine = make_engine(model, **options)
     if name.startswith("p"):
-        config = WorkerConfig(role="prefill", worker_id=name, engine=engine.options, **common)
+        config = WorkerConfig(role="prefill", port=free_port(), worker_id=name, engine=engine.options, **common)
         app: PrefillApp | DecodeApp = PrefillApp(config, engine, clock=clock)
     else:
-        config = WorkerConfig(role="decode", worker_id=name, engine=engine.options, **common)
+        config = WorkerConfig(role="decode", port=free_port(), worker_id=name, engine=engine.options, **common)
         app = DecodeApp(config, engine)
     fetcher = app.worker.fetcher
     fetcher.settings = replace(fetcher.settings, min_deadline=min_deadline)

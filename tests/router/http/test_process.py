@@ -14,10 +14,11 @@ import httpx2
 import pytest
 
 from pagewire import AsyncClient, PagewireError
+from tests.ports import free_port
 from tests.router.http.serving import COMPLETIONS, parse_events
 from tests.router.scripted_workers import Script, ScriptedDecode
 from tests.router.system import PROMPT, eventually, wanted
-from tests.router.test_main import a_router, free_port, launch
+from tests.router.test_main import a_router, launch
 from tests.tiny_tokenizers import byte_level, write_model_directory
 
 

@@ -1,0 +1,52 @@
+"""Ports for servers that must be told theirs: to find a service's metrics, or to be the same after a restart.
+
+Other tests run at the same time, and each connection that they open takes a port of the kernel's choice. So these ports
+lie below the kernel's range, and each test process has a part of its own.
+"""
+
+import os
+from itertools import count
+from pathlib import Path
+
+from pagewire.ports import BindError, check_bindable
+
+_LOWEST = 10_000
+_PORTS_PER_PROCESS = 1_000
+
+
+def _kernels_lowest() -> int:
+    """The first port that the kernel may give to connections and to servers that don't mind."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return 32_768
+
+
+def _own_ports() -> range:
+    """This process's ports: by the number of its pytest worker, and by its parent for two runs at a time."""
+    num_parts = max(1, (_kernels_lowest() - _LOWEST) // _PORTS_PER_PROCESS)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = _LOWEST + (os.getppid() + worker) % num_parts * _PORTS_PER_PROCESS
+    return range(first, first + _PORTS_PER_PROCESS)
+
+
+_own = _own_ports()
+_turn = count()
+
+
+def free_ports(num_ports: int) -> int:
+    """The first of so many ports in a row that nobody listens on; handed out again only after hundreds of others."""
+    for _ in range(len(_own)):
+        first = _own[next(_turn) * num_ports % (len(_own) - num_ports)]
+        try:
+            for port in range(first, first + num_ports):
+                check_bindable("127.0.0.1", port)
+        except BindError:
+            continue
+        return first
+    raise AssertionError(f"no {num_ports} free ports in a row in {_own}")
+
+
+def free_port() -> int:
+    """A port that nobody listens on; see `free_ports`."""
+    return free_ports(1)
