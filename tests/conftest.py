@@ -25,7 +25,7 @@ from tests.chaos.zygote import Zygote
 from tests.tiny_models import make_tiny_model
 
 settings.register_profile("ci", max_examples=30, deadline=None)
-SETTLE_SECONDS = 20.0  # of a machine that others use too; only a test that fails waits for so long
+SETTLE_SECONDS = 60.0  # gRPC gives up what does not connect after 20 s; only a test that fails waits for so long
 # Threads that libraries start once per process and keep.
 LIBRARY_THREADS = (
     "_poll_wrapper",
