@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ import grpc
 
 from decode_svc.app import DecodeApp
 from engine.engine import Engine
-from engine.request import EngineRequest, TokenLogprobs
+from engine.request import EngineRequest, StepOutput, TokenLogprobs
 from pagewire import rpc
 from pagewire.config import WorkerConfig
 from pagewire.sampling import SamplingParams
@@ -57,14 +57,22 @@ def _plain(found: Any) -> tuple[float, int, tuple[tuple[int, float], ...]]:
     return float(np.float32(found.logprob)), found.rank, top
 
 
-def in_one_process(engine: Engine, work: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, Result]:
-    """All of it at once, by name."""
+def in_one_process(
+    engine: Engine,
+    work: dict[str, tuple[list[int], SamplingParams]],
+    *,
+    adapter: str = "",
+    watch: Callable[[StepOutput], object] = lambda step: None,
+) -> dict[str, Result]:
+    """All of it at once, by name; with `adapter` unless it is empty. `watch` is shown every step's output."""
+    loaded = engine.find_adapter(adapter) if adapter else None
     results = {name: Result() for name in work}
     prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {name: {} for name in work}
     for name, (prompt, params) in work.items():
-        engine.add(EngineRequest(name, tuple(prompt), params))
+        engine.add(EngineRequest(name, tuple(prompt), params, adapter=loaded))
     while engine.has_work:
         step = engine.step()
+        watch(step)
         assert not step.failed, step.failed
         for found in step.prompt_logprobs:
             for position, entry in enumerate(found.entries, found.start):
@@ -76,7 +84,9 @@ def in_one_process(engine: Engine, work: dict[str, tuple[list[int], SamplingPara
                 output.logprobs.append(_plain(token.logprobs))
             if token.finish_reason is not None:
                 output.finish = token.finish_reason.name
-        engine.kv_cache.take_events()
+        engine.take_events()
+        if engine.is_stalled and engine.tiers is not None:
+            engine.tiers.wait_for_load(0.01)
     for name, found_by_position in prompt_logprobs.items():
         results[name].prompt_logprobs = [_plain(found_by_position[p]) for p in sorted(found_by_position)]
     return results
@@ -149,8 +159,9 @@ class _Migrations(RequestObserver):
 class System:
     """`generate` runs a call; with `break_after` tokens its decode worker's session is broken once."""
 
-    def __init__(self, pipeline: Pipeline, observer: _Migrations) -> None:
+    def __init__(self, pipeline: Pipeline, observer: _Migrations, engines: Sequence[Engine]) -> None:
         self.pipeline = pipeline
+        self.engines = engines
         self._observer = observer
 
     @property
@@ -204,7 +215,7 @@ async def system(model: Path, *, num_prefill: int, num_decode: int, **options: A
     pipeline = Pipeline(ModelFacts.load(model), placer, observer=observer, adapters=lambda: labels)
     pipeline.start()
     try:
-        yield System(pipeline, observer)
+        yield System(pipeline, observer, engines)
         deadline = time.monotonic() + 60
         while any(engine.kv_cache.num_referenced for engine in engines):
             assert time.monotonic() < deadline, "blocks are still referenced"

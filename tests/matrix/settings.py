@@ -1,0 +1,131 @@
+"""What can be switched on beside the plain path, and which two of it go together; docs/features.md shows it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kernels import cpu
+from pagewire.sampling import SamplingParams, StructuredOutput
+
+NUM_TOKENS = 18
+ADAPTER = "tuned"
+_MOTIFS = ((31, 57, 90), (120, 44, 120, 71), (200, 33, 81, 64, 9))
+PROMPTS = {f"prompt {i}": [*motif] * (21 // len(motif)) for i, motif in enumerate(_MOTIFS)}
+"""They repeat themselves, so that prompt lookup has guesses; five blocks and a rest each."""
+PLAIN: Mapping[str, Any] = {
+    "kernels": "native" if cpu.available() else "torch",
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing to switch on.
+
+    `options` are the engine's, `sampling` a request's. `changes_output`: what it gives is compared with itself, alone,
+    and not with the plain path. `has_effect` names what must be seen to happen in one process.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    changes_output: bool = False
+    has_effect: str = ""
+
+
+SETTINGS: dict[str, Setting] = {
+    "chunked prefill": Setting({"max_num_batched_tokens": 8}),
+    "prefix caching": Setting({"enable_prefix_caching": True}, has_effect="hits"),
+    "tiers": Setting({"enable_prefix_caching": True, "kv_offloading_size": "1MiB"}, has_effect="loads"),
+    "preemption": Setting({"num_blocks": 22, "max_model_len": 48}, has_effect="preemptions"),
+    "migration": Setting(),
+    "n-gram speculation": Setting(
+        {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
+                                          "least_acceptance": 0})},
+        has_effect="drafts",
+    ),
+    "LoRA": Setting({"enable_lora": True}, changes_output=True),
+    "int8": Setting({"quantization": "int8"}, changes_output=True),
+    "w8a8": Setting({"quantization": "w8a8"}, changes_output=True),
+    "structured output": Setting(
+        sampling={"structured_output": StructuredOutput("regex", "([a-z]{2,4}-[0-9]{1,3};){4,8}"), "ignore_eos": False},
+        changes_output=True,
+    ),
+    "n > 1": Setting(sampling={"n": 2}, changes_output=True),
+    "log-probabilities": Setting(sampling={"logprobs": 2, "prompt_logprobs": 1}, changes_output=True),
+    "penalties": Setting(sampling={"repetition_penalty": 1.3, "presence_penalty": 0.2}, changes_output=True),
+}  # fmt: skip
+
+REFUSED: dict[frozenset[str], str] = {
+    frozenset({"int8", "w8a8"}): "weights have one form at a time (`--quantization`)",
+}
+"""Pairs that cannot be, and why."""
+
+NOTES: dict[frozenset[str], str] = {
+    frozenset({"n-gram speculation", "structured output"}): "such a request gets no drafts, others in the batch do",
+    frozenset({"n-gram speculation", "n > 1"}): "no drafts before the choices have parted",
+    frozenset(
+        {"prefix caching", "log-probabilities"}
+    ): "a prompt whose log-probabilities are asked for is computed anew",
+    frozenset({"tiers", "log-probabilities"}): "a prompt whose log-probabilities are asked for is computed anew",
+}
+"""What is worth knowing of pairs that work."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two settings switched on together."""
+
+    one: str
+    other: str
+
+    @property
+    def settings(self) -> tuple[Setting, Setting]:
+        return SETTINGS[self.one], SETTINGS[self.other]
+
+    def has(self, name: str) -> bool:
+        return name in (self.one, self.other)
+
+    @property
+    def adapter(self) -> str:
+        return ADAPTER if self.has("LoRA") else ""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 11}
+        for setting in self.settings:
+            fields |= setting.sampling
+        return SamplingParams(**fields)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The engine's, with both on."""
+        one, other = self.settings
+        return {**PLAIN, **one.options, **other.options}
+
+    @property
+    def plain_options(self) -> dict[str, Any]:
+        """The engine's, with only what is meant to change the output."""
+        return {**PLAIN, **{k: v for s in self.settings if s.changes_output for k, v in s.options.items()}}
+
+
+def table() -> str:
+    """As docs/features.md has it: a triangle of "yes", "no" and notes."""
+    names = list(SETTINGS)
+    remarks: list[str] = []
+    lines = ["| | " + " | ".join(str(number) for number in range(1, len(names) + 1)) + " |"]
+    lines.append("|---" * (len(names) + 1) + "|")
+    for row, name in enumerate(names):
+        cells = []
+        for other in names[:row]:
+            pair = frozenset({name, other})
+            remark = REFUSED.get(pair) or NOTES.get(pair)
+            if remark is not None and remark not in remarks:
+                remarks.append(remark)
+            mark = "" if remark is None else f" ({'abcdefghijklmnopqrstuvwxyz'[remarks.index(remark)]})"
+            cells.append(("no" if pair in REFUSED else "yes") + mark)
+        lines.append(f"| {row + 1} {name} | " + " | ".join([*cells, "·", *[""] * (len(names) - row - 1)]) + " |")
+    notes = [f"- ({letter}) {remark}" for letter, remark in zip("abcdefghijklmnopqrstuvwxyz", remarks, strict=False)]
+    return "\n".join([*lines, "", *notes])

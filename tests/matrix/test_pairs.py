@@ -1,0 +1,146 @@
+"""Every pair of features gives the tokens of the plain path: in one process, and through prefill and decode workers.
+
+CI runs a ring of the pairs in which each feature is twice, nightly all of them.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from engine.request import StepOutput
+from pagewire.options import EngineOptions
+from router.request import GenerateCall, TokenPrompt
+from tests.decode_svc.harness import make_engine
+from tests.matrix.settings import ADAPTER, PROMPTS, REFUSED, SETTINGS, Pair, table
+from tests.matrix.system import Result, in_one_process, system
+from tests.tiny_adapters import make_adapter
+
+DOC = Path(__file__).parents[2] / "docs" / "features.md"
+NAMES = list(SETTINGS)
+# Neighbours at a distance of three, so that no feature is only beside its like.
+RING = {frozenset({name, NAMES[(at + 3) % len(NAMES)]}) for at, name in enumerate(NAMES)}
+PAIRS = [
+    pytest.param(Pair(*pair), id=" + ".join(pair), marks=() if frozenset(pair) in RING else pytest.mark.nightly)
+    for pair in combinations(NAMES, 2)
+    if frozenset(pair) not in REFUSED
+]
+Expected = Callable[[Pair], dict[str, Result]]
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(model, tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture(scope="module")
+def build(model: Path, adapter: Path) -> Callable[[dict[str, Any]], Engine]:
+    return lambda options: make_engine(model, **_with_adapter(options, adapter))
+
+
+def _with_adapter(options: dict[str, Any], adapter: Path) -> dict[str, Any]:
+    return options | ({"lora_modules": (f"{ADAPTER}={adapter}",)} if options.get("enable_lora") else {})
+
+
+@pytest.fixture(scope="module")
+def expected(build: Callable[[dict[str, Any]], Engine]) -> Expected:
+    """Each prompt alone, with nothing on that is not meant to change the output; computed once."""
+    known: dict[str, dict[str, Result]] = {}
+
+    def find(pair: Pair) -> dict[str, Result]:
+        what = repr((pair.plain_options, pair.sampling, pair.adapter))
+        if what not in known:
+            engine = build(pair.plain_options)
+            known[what] = {}
+            for name, prompt in PROMPTS.items():
+                known[what] |= in_one_process(engine, {name: (prompt, pair.sampling)}, adapter=pair.adapter)
+            engine.close()
+        return known[what]
+
+    return find
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_in_one_process(build: Callable[[dict[str, Any]], Engine], expected: Expected, pair: Pair) -> None:
+    """Twice: the second time there is a prefix to hit or to load."""
+    engine, seen = build(pair.options), Counter[str]()
+
+    def watch(step: StepOutput) -> None:
+        seen["hits"] += sum(num_tokens for _, num_tokens in step.cached)
+        seen["loads"] += sum(num_tokens for *_, num_tokens in step.loaded)
+        seen["drafts"] += sum(drafted for drafted, _ in step.drafts)
+
+    try:
+        for _ in range(2):
+            work = {name: (prompt, pair.sampling) for name, prompt in PROMPTS.items()}
+            assert in_one_process(engine, work, adapter=pair.adapter, watch=watch) == expected(pair)
+            forget_the_device(engine)
+        engine.scheduler.check_integrity()
+        seen["preemptions"] = engine.scheduler.num_preemptions
+    finally:
+        engine.close()
+    for name in (pair.one, pair.other):
+        effect = SETTINGS[name].has_effect
+        if effect and not prevented(pair, effect):
+            assert seen[effect], f"{name}: there were no {effect}"
+
+
+def forget_the_device(engine: Engine) -> None:
+    """What a tier has is then only there."""
+    if engine.tiers is not None:
+        assert engine.tiers.quiesce()
+        engine.kv_cache.reset()
+
+
+def prevented(pair: Pair, effect: str) -> bool:
+    """What the notes in docs/features.md say."""
+    if effect == "drafts":
+        return pair.has("structured output")
+    return effect in ("hits", "loads") and pair.has("log-probabilities")
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+async def test_through_services(model: Path, adapter: Path, expected: Expected, pair: Pair) -> None:
+    migrates = pair.has("migration")
+    options = _with_adapter(pair.options, adapter)
+    async with system(model, num_prefill=1, num_decode=2 if migrates else 1, **options) as running:
+        for _ in range(2):
+            calls = [
+                GenerateCall(TokenPrompt(tuple(prompt)), pair.sampling, adapter=pair.adapter)
+                for prompt in PROMPTS.values()
+            ]
+            first, *others = calls
+            found = await asyncio.gather(
+                running.generate(first, break_after=5 if migrates else None), *map(running.generate, others)
+            )
+            for result, (name, wanted) in zip(found, expected(pair).items(), strict=True):
+                for choice in result.choices.values():
+                    choice.text = ""  # engines have none
+                assert result == wanted, name
+            for engine in running.engines:
+                while engine.tiers is not None and not engine.tiers.quiesce(0):
+                    await asyncio.sleep(0.01)
+                forget_the_device(engine)
+        assert bool(running.num_migrations) == migrates
+
+
+def test_what_cannot_be_together_is_refused() -> None:
+    """One option holds both, so there is no way to ask for them."""
+    for pair in REFUSED:
+        one, other = (SETTINGS[name].options for name in sorted(pair))
+        assert one.keys() == other.keys() <= EngineOptions.model_fields.keys()
+
+
+def test_the_documentation_has_this_table() -> None:
+    assert table() in DOC.read_text(encoding="utf-8"), table()
+
+
+def test_each_feature_is_in_the_ring() -> None:
+    assert Counter(name for pair in RING for name in pair) == dict.fromkeys(NAMES, 2)
+    assert all(len(pair) == 2 for pair in RING)
+    assert not any({one, other} in map(set, RING) for one, other in pairwise(NAMES))
