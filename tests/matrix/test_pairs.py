@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.request import StepOutput
 from pagewire.options import EngineOptions
 from router.request import GenerateCall, TokenPrompt
-from tests.decode_svc.harness import make_engine
+from tests.decode_svc.harness import make_engine, until
 from tests.matrix.settings import ADAPTER, PROMPTS, REFUSED, SETTINGS, Pair, table
 from tests.matrix.system import Result, in_one_process, system
 from tests.tiny_adapters import make_adapter
@@ -122,9 +122,8 @@ async def test_through_services(model: Path, adapter: Path, expected: Expected, 
                 for choice in result.choices.values():
                     choice.text = ""  # engines have none
                 assert result == wanted, name
+            await until(lambda: all(engine.tiers is None or engine.tiers.quiesce(0) for engine in running.engines))
             for engine in running.engines:
-                while engine.tiers is not None and not engine.tiers.quiesce(0):
-                    await asyncio.sleep(0.01)
                 forget_the_device(engine)
         assert bool(running.num_migrations) == migrates
 
