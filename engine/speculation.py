@@ -15,6 +15,7 @@ from engine.sequence import Sequence
 from pagewire.speculative import SpeculativeConfig
 
 _DECAY = 0.75
+_LEAST_ACCEPTANCE = 0.25
 _FIRST_SLOTS = 256
 
 
@@ -22,7 +23,10 @@ class Proposer(Protocol):
     """Guesses what a sequence says next."""
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Up to `most` token ids that may follow the sequence's last one; none if there is no good guess."""
+        """Up to `most` token ids that may follow the sequence's last one; none if there is no good guess.
+
+        `engine.draft.drafter` plans them here, and makes them when the step runs.
+        """
         ...
 
 
@@ -54,8 +58,14 @@ class DraftRecord:
 class Speculator:
     """Decides for whom drafting pays, asks the proposer, and learns from what was accepted."""
 
-    def __init__(self, config: SpeculativeConfig, proposer: Proposer | None = None) -> None:
+    def __init__(self, config: SpeculativeConfig, proposer: Proposer | None = None, cost: float = 0.0) -> None:
+        """`cost` of a draft, relative to the model's own token.
+
+        k drafts of which the share a comes true make 1 + k a tokens in the time of 1 + k cost: they pay if a > cost.
+        """
         self.config = config
+        least = config.least_acceptance
+        self._least_acceptance = max(_LEAST_ACCEPTANCE, min(1.0, cost)) if least is None else least
         self._proposer = proposer or NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
 
     def propose(self, sequence: Sequence, most: int, num_running: int) -> tuple[int, ...]:
@@ -73,9 +83,9 @@ class Speculator:
         """What came of the drafts of one step."""
         record = _record(sequence)
         record.acceptance = _DECAY * record.acceptance + (1 - _DECAY) * (num_accepted / num_drafted)
-        if record.acceptance < self.config.least_acceptance:
+        if record.acceptance < self._least_acceptance:
             record.pause = self.config.pause_steps
-            record.acceptance = self.config.least_acceptance  # then it gets one more chance
+            record.acceptance = self._least_acceptance  # then it gets one more chance
 
 
 class NgramProposer:

@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 def run(config: WorkerConfig) -> int:
     """Loads, serves, drains; returns the exit code. Raises what a bad model, port or URL raises."""
     check_before_loading(config)
-    engine = load_engine(config.engine)
+    if config.engine.speculative_config is not None:
+        logger.info("a prefill worker decodes nothing: speculative_config is left to the decode workers")
+    engine = load_engine(config.engine.model_copy(update={"speculative_config": None}))
     try:
         asyncio.run(_serve(config, engine))
     finally:
