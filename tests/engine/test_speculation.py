@@ -77,6 +77,18 @@ def test_drafts_that_cost_more_have_to_bring_more(cost: float, config: dict[str,
     assert bool(speculator.propose(seq, 8, 1)) == goes_on
 
 
+@pytest.mark.parametrize(("cost", "num_drafts"), [(0.0, 4), (0.1, 0)])
+def test_a_new_sequence_waits_where_costly_drafts_did_not_pay_in_others(cost: float, num_drafts: int) -> None:
+    speculator = Speculator(SpeculativeConfig(pause_steps=3), cost=cost)
+    for _ in range(40):
+        speculator.learn(sequence([1, 2, 1, 2]), 4, 0)
+    seq = sequence([1, 2, 1, 2])
+    assert [len(speculator.propose(seq, 8, 1)) for _ in range(4)] == [num_drafts] * 3 + [num_drafts or 2]
+    for _ in range(40):
+        speculator.learn(sequence([1, 2, 1, 2]), 4, 4)
+    assert len(speculator.propose(sequence([1, 2, 1, 2]), 8, 1)) == 4
+
+
 def test_none_in_large_batches() -> None:
     speculator = Speculator(SpeculativeConfig(disable_by_batch_size=3))
     assert speculator.propose(sequence([1, 2, 1, 2]), 8, 3)
