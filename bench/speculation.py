@@ -1,29 +1,38 @@
-"""Decode tokens a second with and without prompt lookup, one sequence, in interleaved pairs.
+"""Decode tokens a second with and without speculation, one sequence, in interleaved pairs.
 
     .venv/bin/python bench/speculation.py --model .cache/models/gemma-3-270m --out FILE
 
-Texts: one that repeats itself, code, and prose that does not. `ratio` is the median over pairs of the same text.
+Methods: prompt lookup; a copy of the model with int8 weights as its draft; a copy that lacks every other layer (and has
+int8 weights). Texts: one that repeats itself, code, and prose that does not.
+
+`ratio` is the median over pairs of the same text. `cost` is the time of a token of the draft model alone, relative to
+the model's; `allowed` is what acceptance and cost allow: tokens a step / (1 + drafts a step * cost).
 """
 
 import argparse
 import csv
-import os
-import platform
+import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from bench.machine import describe
 from engine.engine import Engine
 from engine.request import EngineRequest
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
 
+METHODS = ("ngram", "int8", "w8a8", "layers")
 TEXTS = {
     "repeats": "The cat sat on the mat. The dog sat on the mat. The bird sat on the mat. " * 4,
     "code": "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return",
@@ -33,6 +42,7 @@ TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
+    method: str
     text: str
     tokens: int
     plain_tokens_per_second: float
@@ -40,7 +50,12 @@ class Point:
     ratio: float
     acceptance: float
     tokens_per_step: float
-    machine: str
+    cost: float
+    allowed: float
+    hardware: str
+    cpus: str
+    load: str
+    numerics_class: str
 
 
 def run(engine: Engine, prompt: list[int], num_tokens: int) -> tuple[float, list[int], list[tuple[int, int]], int]:
@@ -62,56 +77,134 @@ def run(engine: Engine, prompt: list[int], num_tokens: int) -> tuple[float, list
     return (len(tokens) - 1) / (time.perf_counter() - began), tokens, drafts, num_steps
 
 
+def skip_layers(model: Path, out: Path) -> Path:
+    """A copy without every other layer but the first and the last ones; those of full attention stay."""
+    config = json.loads((model / "config.json").read_text())
+    num_layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or ["full_attention"] * num_layers
+    uniform = len(set(kinds)) == 1
+    kept = [
+        layer
+        for layer, kind in enumerate(kinds)
+        if layer % 2 == 0 or layer == num_layers - 1 or (kind == "full_attention" and not uniform)
+    ]
+    weights = {}
+    for file in sorted(model.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            before, found, after = name.partition("layers.")
+            number, _, rest = after.partition(".")
+            if not found:
+                weights[name] = tensor
+            elif int(number) in kept:
+                weights[f"{before}layers.{kept.index(int(number))}.{rest}"] = tensor
+    out.mkdir(parents=True)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    changed = {"num_hidden_layers": len(kept)}
+    if "layer_types" in config:
+        changed["layer_types"] = [kinds[layer] for layer in kept]
+    (out / "config.json").write_text(json.dumps(config | changed))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (model / name).is_file():
+            (out / name).write_bytes((model / name).read_bytes())
+    return out
+
+
+@contextmanager
+def running(options: EngineOptions, **changes: str) -> Iterator[Engine]:
+    engine = Engine(options.model_copy(update=changes))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def config_of(method: str, model: Path, scratch: Path, num_drafts: int) -> dict[str, object]:
+    """vLLM's keys."""
+    config: dict[str, object] = {"num_speculative_tokens": num_drafts}
+    if method == "ngram":
+        return config | {"method": "ngram"}
+    draft = skip_layers(model, scratch / "layers") if method == "layers" else model
+    return config | {"model": str(draft), "quantization": "w8a8" if method == "layers" else method}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", required=True, type=Path)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--config", default='{"method": "ngram", "num_speculative_tokens": 4}')
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    base = EngineOptions(model=options.model, dtype="bfloat16", kv_cache_memory_bytes=64 << 20, max_model_len=1024)
-    plain, speculative = Engine(base), Engine(base.model_copy(update={"speculative_config": options.config}))
-    tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
-    machine = f"{os.cpu_count()} x {platform.processor() or platform.machine()}, {plain.numerics_class}"
-    points = []
-    for name, text in TEXTS.items():
-        prompt = tokenizer.encode(text).ids
-        rates: list[tuple[float, float]] = []
-        drafts: list[tuple[int, int]] = []
-        num_steps = 1
-        for _ in range(options.pairs):
-            slow, expected, _, _ = run(plain, prompt, options.tokens)
-            fast, tokens, drafts, num_steps = run(speculative, prompt, options.tokens)
-            if tokens != expected:
-                sys.exit(f"{name}: speculation changed a token")
-            rates.append((slow, fast))
-        drafted = max(1, sum(count for count, _ in drafts))
-        points.append(
-            Point(
-                name,
-                options.tokens,
-                statistics.median(slow for slow, _ in rates),
-                statistics.median(fast for _, fast in rates),
-                statistics.median(fast / slow for slow, fast in rates),
-                sum(accepted for _, accepted in drafts) / drafted,
-                (options.tokens - 1) / num_steps,
-                machine,
-            )
-        )
-        point = points[-1]
-        print(
-            f"{name:8s} {point.plain_tokens_per_second:6.1f} -> {point.speculative_tokens_per_second:6.1f} tokens/s, "
-            f"ratio {point.ratio:4.2f}, {point.acceptance:4.0%} accepted, {point.tokens_per_step:.2f} tokens a step",
-            flush=True,
-        )
-    plain.close()
-    speculative.close()
+    base = EngineOptions(model=str(options.model), dtype="bfloat16", kv_cache_memory_bytes=64 << 20, max_model_len=1024)
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    prompts = {name: tokenizer.encode(text).ids for name, text in TEXTS.items()}
+    points: list[Point] = []
+    with TemporaryDirectory(prefix="speculation-") as scratch, running(base) as plain:
+        for method in options.methods:
+            config = config_of(method, options.model, Path(scratch), options.drafts)
+            cost = 0.0
+            if "model" in config:
+                draft = {"model": str(config["model"]), "quantization": str(config["quantization"])}
+                with running(base, **draft) as alone:
+                    cost = statistics.median(
+                        run(plain, prompts["prose"], 32)[0] / run(alone, prompts["prose"], 32)[0]
+                        for _ in range(options.pairs)
+                    )
+            with running(base, speculative_config=json.dumps(config)) as speculative:
+                for name, prompt in prompts.items():
+                    points.append(measure(method, name, prompt, plain, speculative, cost, options))
     if options.out:
         with options.out.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow([field.name for field in fields(Point)])
             writer.writerows(astuple(point) for point in points)
+
+
+def measure(
+    method: str,
+    name: str,
+    prompt: list[int],
+    plain: Engine,
+    speculative: Engine,
+    cost: float,
+    options: argparse.Namespace,
+) -> Point:
+    rates: list[tuple[float, float]] = []
+    drafts: list[tuple[int, int]] = []
+    num_steps = 1
+    for _ in range(options.pairs):
+        slow, expected, _, _ = run(plain, prompt, options.tokens)
+        fast, tokens, drafts, num_steps = run(speculative, prompt, options.tokens)
+        if tokens != expected:
+            sys.exit(f"{method}, {name}: speculation changed a token")
+        rates.append((slow, fast))
+    num_drafted = sum(count for count, _ in drafts)
+    tokens_per_step = (options.tokens - 1) / num_steps
+    machine = describe()
+    point = Point(
+        method,
+        name,
+        options.tokens,
+        statistics.median(slow for slow, _ in rates),
+        statistics.median(fast for _, fast in rates),
+        statistics.median(fast / slow for slow, fast in rates),
+        sum(accepted for _, accepted in drafts) / max(1, num_drafted),
+        tokens_per_step,
+        cost,
+        tokens_per_step / (1 + num_drafted / num_steps * cost),
+        machine["hardware"],
+        machine["cpus"],
+        machine["load"],
+        plain.numerics_class,
+    )
+    print(
+        f"{method:6s} {name:8s} {point.plain_tokens_per_second:6.1f} -> {point.speculative_tokens_per_second:6.1f} "
+        f"tokens/s, ratio {point.ratio:4.2f} of {point.allowed:4.2f}, cost {point.cost:4.2f}, "
+        f"{point.acceptance:4.0%} accepted, {point.tokens_per_step:.2f} tokens a step",
+        flush=True,
+    )
+    return point
 
 
 if __name__ == "__main__":

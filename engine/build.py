@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.admission import SchedulerConfig
+from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
 from engine.lora.store import AdapterStore
 from engine.memory import KvLayout, KvMemory
@@ -46,11 +47,13 @@ class EngineParts:
     numerics_class: str
     adapters: AdapterStore | None = None
     tiers: KvTiers | None = None
+    drafter: Drafter | None = None
 
 
 def build_parts(options: EngineOptions, progress: Progress | None = None) -> EngineParts:
     """Loads the model and sizes everything. Raises EngineError (ModelError for a model that cannot be served)."""
     # Here, not above: an engine on a fake runner needs none of it.
+    from engine.draft.build import load_draft
     from engine.kernel_set import load_kernel_set
     from engine.lora.build import build_adapters
     from engine.models.registry import load_model
@@ -59,14 +62,19 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     from engine.weights import weights_digest
 
     quantization = None if options.quantization == "none" else options.quantization
-    kernels = load_kernel_set(options.kernels, set_cpu_threads(options.cpu_threads), quantization)
+    threads = set_cpu_threads(options.cpu_threads)
+    kernels = load_kernel_set(options.kernels, threads, quantization)
     config = load_model_config(options.model, dtype=options.dtype)
     digest = weights_digest(config.path, progress=progress)
     model = load_model(config, kernels, progress=progress, digest=digest, packed_cache_bytes=options.packed_cache_bytes)
     adapters, slots = build_adapters(options, config, model) if options.enable_lora else (None, None)
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype)
+    speculative = None if options.speculative_config is None else SpeculativeConfig.parse(options.speculative_config)
+    has_draft = speculative is not None and speculative.method == "draft_model"
+    draft = load_draft(speculative, options, model, threads) if speculative is not None and has_draft else None
     size = size_pool(
         block_bytes=layout.block_bytes,
+        draft_block_bytes=0 if draft is None else draft.layout.block_bytes,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         max_position=config.max_position,
@@ -87,12 +95,16 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     memory = KvMemory(layout, size.num_blocks, options.kv_pool_backing)
     pool = BlockPool(size.num_blocks, enable_caching=options.enable_prefix_caching, generations=memory.generations)
     kv_cache = KvCache(pool, root, options.block_size)
-    speculative = options.speculative_config
-    speculator = None if speculative is None else Speculator(SpeculativeConfig.parse(speculative))
+    speculator, drafter = None, None
+    if speculative is not None and draft is not None:
+        drafter = draft.start(size.num_blocks, pool.generations, speculative, config)
+        speculator = Speculator(speculative, drafter, draft.cost)
+    elif speculative is not None:
+        speculator = Speculator(speculative)
     runner = ModelRunner(config, model, memory, Sampler(config.vocab_size), slots)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
-    return EngineParts(config, memory, kv_cache, scheduler, runner, runner.numerics_class, adapters, tiers)
+    return EngineParts(config, memory, kv_cache, scheduler, runner, runner.numerics_class, adapters, tiers, drafter)
 
 
 def scheduler_config(options: EngineOptions, config: ModelConfig, max_model_len: int) -> SchedulerConfig:

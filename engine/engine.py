@@ -59,6 +59,7 @@ class Engine:
         self.death: Future[None] = Future()
         """Gets the error when the engine's thread, or a task beside it, could not go on; never a result."""
         self._runner = parts.runner
+        self._drafter = parts.drafter
         self._schedule: Schedule | None = None
 
     def die(self, error: BaseException) -> None:
@@ -125,6 +126,8 @@ class Engine:
         """One step of everything that runs: schedule, run, update."""
         self._schedule = None
         self._schedule = self.scheduler.schedule()
+        if self._drafter is not None:
+            self._schedule = self._drafter.make(self._schedule)
         failed: list[RequestFailed] = []
         sampled = None
         while sampled is None:
@@ -132,6 +135,8 @@ class Engine:
                 sampled = [] if self._schedule.is_empty else self._runner.execute(self._schedule)
             except AdapterLoadFailed as error:
                 failed += self._without_adapter(self._schedule, error)
+        if self._drafter is not None:
+            self._drafter.settle(self._schedule, sampled)
         output = self.scheduler.update(self._schedule, sampled)
         return replace(output, failed=[*failed, *output.failed])
 
@@ -218,4 +223,6 @@ class Engine:
         self.fail_all("the engine is closed")
         if self.tiers is not None:
             self.tiers.close()
+        if self._drafter is not None:
+            self._drafter.close()
         self.memory.close()

@@ -16,6 +16,7 @@ from engine.memory import KvMemory
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.sample import SampledToken, SampleRow
+from engine.sample_row import row_of
 from engine.sampler import Sampler
 from engine.sequence import Schedule, ScheduledSequence
 from engine.sequence import Sequence as EngineSequence
@@ -140,23 +141,7 @@ class ModelRunner:
     def _sample_row(self, item: ScheduledSequence, logits_row: int, choice: int, num_accepted: int = 0) -> SampleRow:
         """`num_accepted` drafts count as output before the token to sample."""
         sequence = item.sequence
-        params = sequence.params
-        prompt_len = sequence.num_prompt_tokens
-        suppressed: tuple[int, ...] = ()
-        if sequence.num_output_tokens + num_accepted < params.min_tokens:
-            suppressed = tuple(dict.fromkeys((*self.config.eos_token_ids, *params.stop_token_ids)))
-        row = SampleRow(
-            logits_row=logits_row,
-            params=params,
-            seed=params.seed or 0,
-            choice=choice,
-            position=sequence.num_tokens + num_accepted,
-            prompt_token_ids=sequence.token_ids[:prompt_len] if params.has_penalties else (),
-            output_token_ids=(*sequence.token_ids[prompt_len:], *item.draft_token_ids[:num_accepted])
-            if params.has_penalties
-            else (),
-            suppressed_token_ids=suppressed,
-        )
+        row = row_of(sequence, logits_row, choice, self.config.eos_token_ids, item.draft_token_ids[:num_accepted])
         return self._constrained(row, sequence) if sequence.is_constrained else row
 
     def _constrained(self, row: SampleRow, sequence: EngineSequence) -> SampleRow:

@@ -20,6 +20,7 @@ class PoolSize:
 def size_pool(
     *,
     block_bytes: int,
+    draft_block_bytes: int = 0,
     block_size: int,
     max_num_seqs: int,
     max_position: int,
@@ -31,8 +32,11 @@ def size_pool(
     """Sizes the pool by `kv_cache_memory_bytes`, else by its share of `available_bytes`, and logs the outcome.
 
     A share is capped to what `max_num_seqs` sequences of full length can use. The pool holds at least one sequence of
-    `max_model_len`, or that limit is lowered. Raises EngineError when nothing useful fits.
+    `max_model_len`, or that limit is lowered. A block takes `draft_block_bytes` more in a draft model's memory. Raises
+    EngineError when nothing useful fits.
     """
+    of_draft = f" ({draft_block_bytes} of them for the draft model)" if draft_block_bytes else ""
+    block_bytes += draft_block_bytes
     if max_model_len is not None and max_model_len > max_position:
         raise EngineError(f"max_model_len = {max_model_len}: the model has {max_position} positions")
     longest = max_position if max_model_len is None else max_model_len
@@ -44,7 +48,9 @@ def size_pool(
         source = f"kv_cache_memory_bytes = {kv_cache_memory_bytes}"
         num_blocks = kv_cache_memory_bytes // block_bytes
     if num_blocks * block_size < 2:
-        raise EngineError(f"{source}: no room for two tokens, a block of {block_size} takes {block_bytes} bytes")
+        raise EngineError(
+            f"{source}: no room for two tokens, a block of {block_size} takes {block_bytes} bytes{of_draft}"
+        )
     fits = min(longest, num_blocks * block_size)
     if fits < longest:
         logger.warning(
@@ -56,10 +62,11 @@ def size_pool(
             block_size,
         )
     logger.info(
-        "KV pool: %d blocks of %d tokens, %s (%s); max_model_len %d",
+        "KV pool: %d blocks of %d tokens, %s%s (%s); max_model_len %d",
         num_blocks,
         block_size,
         _mib(num_blocks * block_bytes),
+        f", {_mib(num_blocks * draft_block_bytes)} of it the draft model's" if draft_block_bytes else "",
         source,
         fits,
     )

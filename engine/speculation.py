@@ -15,6 +15,8 @@ from engine.sequence import Sequence
 from pagewire.speculative import SpeculativeConfig
 
 _DECAY = 0.75
+_LEAST_ACCEPTANCE = 0.25
+_USUAL_DECAY = 0.95
 _FIRST_SLOTS = 256
 
 
@@ -22,7 +24,10 @@ class Proposer(Protocol):
     """Guesses what a sequence says next."""
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Up to `most` token ids that may follow the sequence's last one; none if there is no good guess."""
+        """Up to `most` token ids that may follow the sequence's last one; none if there is no good guess.
+
+        `engine.draft.drafter` plans them here, and makes them when the step runs.
+        """
         ...
 
 
@@ -54,15 +59,27 @@ class DraftRecord:
 class Speculator:
     """Decides for whom drafting pays, asks the proposer, and learns from what was accepted."""
 
-    def __init__(self, config: SpeculativeConfig, proposer: Proposer | None = None) -> None:
+    def __init__(self, config: SpeculativeConfig, proposer: Proposer | None = None, cost: float = 0.0) -> None:
+        """`cost` of a draft, relative to the model's own token.
+
+        k drafts of which the share a comes true make 1 + k a tokens in the time of 1 + k cost: they pay if a > cost.
+        Where drafts cost something and of late did not pay in other sequences, a new one starts with a pause.
+        """
         self.config = config
+        least = config.least_acceptance
+        self._least_acceptance = max(_LEAST_ACCEPTANCE, min(1.0, cost)) if least is None else least
+        self._is_free = not cost
+        self._usual_acceptance = 1.0
         self._proposer = proposer or NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
 
     def propose(self, sequence: Sequence, most: int, num_running: int) -> tuple[int, ...]:
         """Drafts for a sequence that decodes, at most `most`; shorter ones where fewer were accepted of late."""
         if most < 1 or num_running > self.config.disable_by_batch_size:
             return ()
+        is_new = sequence.drafts is None
         record = _record(sequence)
+        if is_new and not self._is_free and self._usual_acceptance < self._least_acceptance:
+            self._pause(record)
         if record.pause:
             record.pause -= 1
             return ()
@@ -71,11 +88,15 @@ class Speculator:
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """What came of the drafts of one step."""
-        record = _record(sequence)
-        record.acceptance = _DECAY * record.acceptance + (1 - _DECAY) * (num_accepted / num_drafted)
-        if record.acceptance < self.config.least_acceptance:
-            record.pause = self.config.pause_steps
-            record.acceptance = self.config.least_acceptance  # then it gets one more chance
+        record, share = _record(sequence), num_accepted / num_drafted
+        record.acceptance = _DECAY * record.acceptance + (1 - _DECAY) * share
+        self._usual_acceptance = _USUAL_DECAY * self._usual_acceptance + (1 - _USUAL_DECAY) * share
+        if record.acceptance < self._least_acceptance:
+            self._pause(record)
+
+    def _pause(self, record: DraftRecord) -> None:
+        record.pause = self.config.pause_steps
+        record.acceptance = self._least_acceptance  # then it gets one more chance
 
 
 class NgramProposer:

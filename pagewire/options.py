@@ -181,7 +181,7 @@ class EngineOptions(_Frozen):
     speculative_config: Annotated[str, AfterValidator(_check_speculative)] | None = option(
         None,
         'Guess tokens and check several in one step; the output stays the same. JSON with vLLM\'s keys: {"method": '
-        '"ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}.',
+        '"ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}, or {"model": "DIR"} for a draft model.',
         panel=_ENGINE,
         metavar="JSON",
         shown_default="off",

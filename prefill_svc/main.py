@@ -5,7 +5,7 @@ import logging
 
 from engine.engine import Engine
 from engine.worker_setup import check_before_loading, load_engine
-from pagewire.config import WorkerConfig
+from pagewire.config import EngineOptions, WorkerConfig
 from pagewire.worker_process import start_metrics
 from prefill_svc.app import PrefillApp
 
@@ -15,12 +15,19 @@ logger = logging.getLogger(__name__)
 def run(config: WorkerConfig) -> int:
     """Loads, serves, drains; returns the exit code. Raises what a bad model, port or URL raises."""
     check_before_loading(config)
-    engine = load_engine(config.engine)
+    engine = load_engine(engine_options(config))
     try:
         asyncio.run(_serve(config, engine))
     finally:
         engine.close()
     return 0
+
+
+def engine_options(config: WorkerConfig) -> EngineOptions:
+    """What a prefill worker needs of the engine's options: it decodes nothing, so it loads no draft model."""
+    if config.engine.speculative_config is not None:
+        logger.info("speculative_config is for decode workers; a prefill worker does without")
+    return config.engine.model_copy(update={"speculative_config": None})
 
 
 async def _serve(config: WorkerConfig, engine: Engine) -> None:

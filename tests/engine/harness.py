@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.admission import SchedulerConfig
+from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
 from engine.request import ChoiceState, EngineRequest, FinishReason, HeldKv, PrefillProgress, StepOutput
 from engine.scheduler import Scheduler
@@ -18,6 +19,7 @@ from engine.tiers.tier import Slots, Tier
 from kvstore.block_pool import BlockPool
 from kvstore.tier_book import TierBook
 from pagewire.sampling import SamplingParams
+from pagewire.speculative import SpeculativeConfig
 from tests.engine.fake_runner import EOS, VOCAB_SIZE, FakeRunner, next_token, suppressed
 
 BLOCK_SIZE = 4
@@ -57,6 +59,8 @@ class Harness:
     block_size: int = BLOCK_SIZE
     enable_caching: bool = True
     speculator: Speculator | None = None
+    make_drafter: Callable[[BlockPool], tuple[SpeculativeConfig, Drafter]] | None = None
+    may_break: bool = False
     num_host_blocks: int = 0
     disk: Callable[[int, int], DiskSlots] | None = None
     wrap_slots: Callable[[Slots], Slots] = lambda slots: slots
@@ -72,7 +76,12 @@ class Harness:
     num_accepted: int = 0
 
     def __post_init__(self) -> None:
-        self.cache = KvCache(BlockPool(self.num_blocks, enable_caching=self.enable_caching), b"r" * 32, self.block_size)
+        pool = BlockPool(self.num_blocks, enable_caching=self.enable_caching)
+        self.cache = KvCache(pool, b"r" * 32, self.block_size)
+        self.drafter = None
+        if self.make_drafter is not None:
+            speculative, self.drafter = self.make_drafter(pool)
+            self.speculator = Speculator(speculative, self.drafter)
         config = SchedulerConfig(
             self.max_num_batched_tokens,
             self.max_num_seqs,
@@ -121,6 +130,9 @@ class Harness:
             self.tiers.wait_for_load(0.01)
         num_tokens = sum(item.num_new_tokens for item in schedule.items)
         assert num_tokens <= self.max_num_batched_tokens
+        if self.drafter is not None:
+            schedule = self.drafter.make(schedule)
+            assert self.may_break or not self.drafter.is_broken
         assert len(schedule.items) <= self.max_num_seqs
         # Free, it could be handed to a transfer, which writes from another thread, before the copy is made.
         assert all(self.cache.ref_count(source) for source, _ in schedule.copies), "a block to be copied was let go"
@@ -128,7 +140,10 @@ class Harness:
             item.sequence.num_output_tokens and item.num_new_tokens == 1 + len(item.draft_token_ids)
             for item in schedule.items
         )
-        output = self.scheduler.update(schedule, [] if schedule.is_empty else self.runner.execute(schedule))
+        sampled = [] if schedule.is_empty else self.runner.execute(schedule)
+        if self.drafter is not None:
+            self.drafter.settle(schedule, sampled)
+        output = self.scheduler.update(schedule, sampled)
         self.scheduler.check_integrity()
         assert not (only_decodes and output.num_prefill_tokens), "drafts are no prefill"
         assert output.load.num_running <= self.max_num_seqs

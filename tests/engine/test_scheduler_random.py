@@ -6,21 +6,26 @@ Hypothesis draws only a seed: workloads drawn piece by piece stay so small that 
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.draft.book import DraftBook
+from engine.draft.drafter import Drafter
 from engine.request import AdoptedKv, ChoiceState, EngineRequest
 from engine.sequence import Sequence
 from engine.speculation import Speculator
 from engine.tiers.host_slots import HostSlots
 from engine.tiers.tier import Bytes
 from engine.transfer.checksum import checksum
+from kvstore.block_pool import BlockPool
 from kvstore.tier_block import Entry, owner_of
 from pagewire.sampling import SamplingParams
 from pagewire.speculative import SpeculativeConfig
-from tests.engine.fake_runner import VOCAB_SIZE, next_token, suppressed
+from tests.engine.draft.fake_model import FakeDraftModel
+from tests.engine.fake_runner import EOS, VOCAB_SIZE, next_token, suppressed
 from tests.engine.harness import BLOCK_SIZE, Harness
 
 PREFIX = tuple(range(11, 23))
@@ -124,16 +129,31 @@ class _SlowSlots(HostSlots):
         super().read(entry, target)
 
 
-def _run_workload(seed: int, *, speculates: bool = False, num_host_blocks: int = 0) -> Counter[str]:
+def _drafter(rng: Random, config: SpeculativeConfig, pool: BlockPool) -> tuple[SpeculativeConfig, Drafter]:
+    most = rng.choice([3, 8, 64])
+    book = DraftBook(BLOCK_SIZE, pool.generations)
+    model = FakeDraftModel(pool.num_blocks, BLOCK_SIZE, rng, max_catch_up_tokens=most)
+    drafter = Drafter(
+        model, book, max_position=rng.choice([20, 512]), max_catch_up_tokens=most, eos_token_ids=frozenset({EOS})
+    )
+    return config, drafter
+
+
+def _run_workload(
+    seed: int, *, speculates: bool = False, has_draft_model: bool = False, num_host_blocks: int = 0
+) -> Counter[str]:
     """Runs one workload, checks everything, and says what happened in it."""
     rng = Random(seed)
-    config = SpeculativeConfig(num_speculative_tokens=rng.choice([1, 3, 9]), least_acceptance=0.0)
+    config = SpeculativeConfig(
+        num_speculative_tokens=rng.choice([1, 3, 9]), least_acceptance=rng.choice([0.0, 0.9]), pause_steps=2
+    )
     harness = Harness(
         num_blocks=rng.choice([10, 10, 11, 14, 40]),
         max_num_batched_tokens=rng.choice([5, 6, 8, 64]),
         max_num_seqs=rng.choice([1, 2, 3, 5]),
         enable_caching=rng.random() < 0.75 or num_host_blocks > 0,
         speculator=Speculator(config, Guesser(Random(seed))) if speculates else None,
+        make_drafter=partial(_drafter, Random(seed), config) if has_draft_model else None,
         num_host_blocks=num_host_blocks,
         wrap_slots=lambda slots: _SlowSlots(slots.num_slots, 8 * BLOCK_SIZE, Random(seed)),
     )
@@ -186,8 +206,25 @@ def test_the_workloads_are_hard() -> None:
     assert not too_rare
 
 
+@settings(max_examples=50, deadline=None)
+@given(seed=SEEDS)
+def test_tokens_equal_the_oracle_with_a_draft_model(seed: int) -> None:
+    """`FakeDraftModel` looks at all that the draft's KV shows: whatever moved, it is that of the sequence's tokens."""
+    _run_workload(seed, has_draft_model=True)
+
+
+def test_the_draft_model_is_tried_hard() -> None:
+    seen = sum((_run_workload(seed, has_draft_model=True) for seed in range(40)), Counter[str]())
+    seen["rejected"] = seen["drafted"] - seen["accepted"]
+    wanted = ("adopted", "preempted", "copied", "hit", "evicted", "aborted", "accepted", "rejected")
+    assert not {what: seen[what] for what in wanted if seen[what] < 15}
+
+
 def test_tokens_equal_the_oracle_with_a_tier() -> None:
     """CASES F5, F6: stores and loads race with evictions, aborts and clears; never a wrong token, never a leak."""
-    seen = sum((_run_workload(seed, num_host_blocks=3 + 9 * (seed % 3)) for seed in range(25)), Counter[str]())
+    workloads = (
+        _run_workload(seed, num_host_blocks=3 + 9 * (seed % 3), has_draft_model=seed % 4 == 0) for seed in range(25)
+    )
+    seen = sum(workloads, Counter[str]())
     assert seen["loaded"] >= 20
     assert seen["aborted"] >= 5

@@ -31,6 +31,8 @@ ASKED: dict[str, Any] = {
         ({"max_model_len": 100}, PoolSize(4 * 7, 100)),
         ({"kv_cache_memory_bytes": 700_999}, PoolSize(700, 512)),  # asked for: not capped
         ({"kv_cache_memory_bytes": 3_999}, PoolSize(3, 48)),
+        ({"kv_cache_memory_bytes": 3_999, "draft_block_bytes": 333}, PoolSize(3, 48)),  # both models' in 1333
+        ({"kv_cache_memory_bytes": 3_999, "draft_block_bytes": 334}, PoolSize(2, 32)),
         ({"kv_cache_memory_bytes": 1_000, "max_model_len": 16}, PoolSize(1, 16)),
     ],
 )

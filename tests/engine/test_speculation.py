@@ -65,6 +65,30 @@ def test_it_pauses_where_it_does_not_pay_and_tries_again() -> None:
     assert len(speculator.propose(seq, 8, 1)) == 4, "and back to full length where it pays again"
 
 
+@pytest.mark.parametrize(
+    ("cost", "config", "goes_on"),
+    [(0.0, {}, True), (0.4, {}, False), (0.4, {"least_acceptance": 0.25}, True), (7.0, {}, False)],
+)
+def test_drafts_that_cost_more_have_to_bring_more(cost: float, config: dict[str, float], goes_on: bool) -> None:
+    """0.3 of the drafts are accepted."""
+    speculator, seq = Speculator(SpeculativeConfig(**config), cost=cost), sequence([1, 2, 1, 2])  # type: ignore[arg-type]
+    for _ in range(20):
+        speculator.learn(seq, 10, 3)
+    assert bool(speculator.propose(seq, 8, 1)) == goes_on
+
+
+@pytest.mark.parametrize(("cost", "num_drafts"), [(0.0, 4), (0.1, 0)])
+def test_a_new_sequence_waits_where_costly_drafts_did_not_pay_in_others(cost: float, num_drafts: int) -> None:
+    speculator = Speculator(SpeculativeConfig(pause_steps=3), cost=cost)
+    for _ in range(40):
+        speculator.learn(sequence([1, 2, 1, 2]), 4, 0)
+    seq = sequence([1, 2, 1, 2])
+    assert [len(speculator.propose(seq, 8, 1)) for _ in range(4)] == [num_drafts] * 3 + [num_drafts or 2]
+    for _ in range(40):
+        speculator.learn(sequence([1, 2, 1, 2]), 4, 4)
+    assert len(speculator.propose(sequence([1, 2, 1, 2]), 8, 1)) == 4
+
+
 def test_none_in_large_batches() -> None:
     speculator = Speculator(SpeculativeConfig(disable_by_batch_size=3))
     assert speculator.propose(sequence([1, 2, 1, 2]), 8, 3)
@@ -79,6 +103,14 @@ def test_none_in_large_batches() -> None:
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens: Input should be greater than or equal to 1"),
         ('{"prompt_lookup_min": 6, "prompt_lookup_max": 5}', "prompt_lookup_min (6) must be at most"),
         ('{"modle": "x"}', "modle"),
+        ('{"method": "draft_model"}', "method draft_model needs a model"),
+        ('{"method": "ngram", "model": "x"}', "model is for method draft_model, not for ngram"),
+        ('{"model": "x", "prompt_lookup_max": 3}', "prompt_lookup_max is for method ngram, not for draft_model"),
+        (
+            '{"model": "x", "max_catch_up_tokens": 1}',
+            "max_catch_up_tokens: Input should be greater than or equal to 16",
+        ),
+        ('{"model": "x", "quantization": "int3"}', "quantization: Input should be 'none', 'int8' or 'w8a8'"),
     ],
 )
 def test_a_bad_config_says_what_is_wrong(text: str, problem: str) -> None:

@@ -1,5 +1,6 @@
 """Adapters in one engine: equal to merged weights, alone and in mixed batches, however work is shared or repeated."""
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -115,12 +116,16 @@ def test_logprobs_are_the_same_alone_and_among_others(build: Build, kernels: str
     assert alone == together
 
 
-def test_drafts_are_checked_with_the_adapter(build: Build) -> None:
-    """Prompts that repeat themselves, so that there are drafts, and some come true."""
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_are_checked_with_the_adapter(build: Build, tiny_model: Callable[..., Path], method: str) -> None:
+    """Prompts that repeat themselves, or the base model as draft, so that there are drafts, and some come true."""
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        config |= {"model": str(tiny_model("llama")), "least_acceptance": 0.0}
     prompts = [[*range(20 + i, 26 + i)] * 4 for i in range(3)]
     names, params = ["all", "", "rs"], replace(GREEDY, max_tokens=40)
     expected = build().generate(prompts, params, names)
-    engine = build(speculative_config='{"method": "ngram", "num_speculative_tokens": 3}')
+    engine = build(speculative_config=json.dumps(config))
     for i, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
         adapter = engine.find_adapter(name) if name else None
         engine.add(EngineRequest(f"{i}", tuple(prompt), params, adapter=adapter))

@@ -1,0 +1,104 @@
+"""Loads the draft model of `--speculative-config` and puts it beside the served one."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from engine.draft.book import DraftBook
+from engine.draft.drafter import Drafter
+from engine.draft.runner import DraftRunner
+from engine.errors import EngineError
+from engine.kernel_set import load_kernel_set
+from engine.memory import KvLayout, KvMemory
+from engine.model_config import ModelConfig, ModelError, load_model_config
+from engine.models.decoder import EMBEDDING, Decoder
+from engine.models.registry import load_model
+from engine.weights import weights_digest
+from kvstore.tokenizer_digest import tokenizer_digest
+from pagewire.config import EngineOptions
+from pagewire.speculative import SpeculativeConfig
+
+_FIELD = "speculative_config.model"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft model that fits the served one. `cost`: bytes of weights that a token's forward reads, relative to it."""
+
+    model: Decoder
+    layout: KvLayout
+    cost: float
+
+    def start(
+        self, num_blocks: int, generations: NDArray[np.uint64], config: SpeculativeConfig, target: ModelConfig
+    ) -> Drafter:
+        """With KV memory for each block of the pool, whose `generations` these are."""
+        return Drafter(
+            DraftRunner(self.model, KvMemory(self.layout, num_blocks), target.eos_token_ids),
+            DraftBook(self.layout.block_size, generations),
+            max_position=self.model.config.max_position,
+            max_catch_up_tokens=config.max_catch_up_tokens,
+            eos_token_ids=frozenset(target.eos_token_ids),
+        )
+
+
+def load_draft(speculative: SpeculativeConfig, options: EngineOptions, target: Decoder, threads: int) -> LoadedDraft:
+    """Raises EngineError that names the key, when the model can't be loaded or does not fit `target`."""
+    path = speculative.model or ""
+    quantization = None if speculative.quantization == "none" else speculative.quantization
+    try:
+        config = load_model_config(path, dtype=speculative.dtype or options.dtype)
+        _check_vocabulary(config, target.config)
+        model = load_model(
+            config,
+            load_kernel_set(options.kernels, threads, quantization),
+            digest=weights_digest(config.path),
+            packed_cache_bytes=options.packed_cache_bytes,
+        )
+    except ModelError as error:
+        raise EngineError(f"{_FIELD}: {error}") from error
+    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype)
+    cost = _num_bytes_read(model) / _num_bytes_read(target)
+    logger.info("draft model %s: a token reads %.0f%% of the bytes that the served model's does", path, 100 * cost)
+    return LoadedDraft(model, layout, cost)
+
+
+def _num_bytes_read(model: Decoder) -> int:
+    """Bytes of weights that a forward of one token reads."""
+    width = model.config.dtype.itemsize if model.kernels.quantization is None else 1
+    read = (each for each in model.projections if each.names != EMBEDDING or model.config.tie_word_embeddings)
+    return width * sum(sum(each.num_outs) * each.num_in for each in read)
+
+
+def _check_vocabulary(draft: ModelConfig, target: ModelConfig) -> None:
+    """Token ids are all that the two models say to each other."""
+    if draft.vocab_size != target.vocab_size:
+        raise ModelError(
+            f"{draft.path} has a vocabulary of {draft.vocab_size} tokens, {target.path} one of {target.vocab_size}; "
+            "a draft model must have the same tokenizer"
+        )
+    if tokenizer_digest(draft.path) == tokenizer_digest(target.path):
+        return
+    ours, theirs = _vocabulary(target.path), _vocabulary(draft.path)
+    if not ours or not theirs:  # nothing can be said against it
+        return
+    other = next((token_id for token_id in sorted(ours | theirs) if ours.get(token_id) != theirs.get(token_id)), None)
+    if other is not None:
+        raise ModelError(
+            f"{draft.path} has another tokenizer than {target.path}: token {other} is {theirs.get(other)!r} there and "
+            f"{ours.get(other)!r} here; a draft model must have the same one"
+        )
+
+
+def _vocabulary(directory: Path) -> dict[int, str]:
+    """Token by id; empty if there is no tokenizer.json."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    return {token_id: token for token, token_id in Tokenizer.from_file(str(file)).get_vocab().items()}
