@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from engine.errors import EngineError
+from engine.moe_config import MoeConfig
 from engine.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -23,6 +24,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Served architecture -> family. A multimodal one is served as its text model."""
 
@@ -66,6 +69,7 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig, ...]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    moe: MoeConfig | None = None
 
     @property
     def group_size(self) -> int:
@@ -79,12 +83,14 @@ class ModelConfig:
     def kv_config(self) -> dict[str, object]:
         """Everything but weights and dtype that changes KV values, as JSON types (the block keys' root, DESIGN §5)."""
         unrelated = {"path", "dtype", "vocab_size", "max_position", "final_cap", "tie_word_embeddings"}
-        unrelated |= {"eos_token_ids", "bos_token_id", "architecture"}
+        unrelated |= {"eos_token_ids", "bos_token_id", "architecture", "moe"}
         config: dict[str, object] = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in unrelated
         }
         config["layer_windows"] = list(self.layer_windows)
         config["layer_ropes"] = [[rope.kind, rope.theta, dict(rope.parameters)] for rope in self.layer_ropes]
+        if self.moe is not None:
+            config["moe"] = self.moe.kv_config()
         return config
 
 
@@ -185,7 +191,7 @@ def _describe(directory: Path, architecture: str, hf: Any, text: Any, dtype: tor
         qkv_bias=attention_bias or family == "qwen2",
         output_bias=attention_bias,
         mlp_bias=bool(getattr(text, "mlp_bias", False)),
-        qk_norm=family in ("qwen3", "gemma3"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
         attention_scale=float(text.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
         attention_cap=getattr(text, "attn_logit_softcapping", None),
         final_cap=getattr(text, "final_logit_softcapping", None),
@@ -195,6 +201,7 @@ def _describe(directory: Path, architecture: str, hf: Any, text: Any, dtype: tor
         layer_ropes=ropes,
         eos_token_ids=_eos_token_ids(directory, hf, text),
         bos_token_id=_first_id(text.bos_token_id),
+        moe=MoeConfig.read(text, family, num_layers) if family in ("mixtral", "qwen3_moe") else None,
     )
 
 

@@ -20,6 +20,8 @@ class Projection:
     num_in: int
     bias: bool = False
     gated: bool = False
+    adaptable: bool = True
+    """Whether adapters may change it."""
 
     @property
     def num_out(self) -> int:

@@ -116,6 +116,11 @@ def _module_of(entry: TensorEntry, file: Path, modules: Mapping[str, Module]) ->
             break
         return name, kind
     ends = sorted({name.rpartition(".")[2] for name in modules})
+    if ".experts." in entry.name:
+        raise AdapterError(
+            f"{file}: tensor {entry.name} changes an expert; adapters on experts are not served, those on "
+            f"{', '.join(ends)} are"
+        )
     raise AdapterError(
         f"{file}: tensor {entry.name} belongs to no module that can be adapted here; those are {', '.join(ends)}"
     )

@@ -35,6 +35,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3: untied, biases": {"seed": 1, "tie_word_embeddings": False, "attention_bias": True},
+    "mixtral": {"seed": 0},
+    "qwen3_moe": {"seed": 1},
+    "qwen3_moe: every second layer, weights as they are": {
+        "seed": 0,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": False,
+        "num_hidden_layers": 4,
+    },
     "gemma3: final soft cap": {"seed": 0, "final_logit_softcapping": 10.0},
 }
 PLACES = [(4, 3), (16, 5), (4, 64), (16, 33)]
@@ -47,10 +56,13 @@ def make(tiny_model: Tiny, name: str) -> Path:
     return tiny_model(name.split(":")[0], **MODELS[name])
 
 
-# What a variant has of its own is the model's, not the kernels': all kernel sets see it nightly only.
+# What a variant or a later family has of its own is the model's, not the kernels': all sets see it nightly only.
+LATER = ("mixtral", "qwen3_moe")
 CASES = [
-    pytest.param(name, kernels, marks=pytest.mark.nightly if ":" in name and kernels != "native" else ())
-    for name, kernels in product(MODELS, KERNELS)
+    pytest.param(name, kernels, marks=pytest.mark.nightly if late and kernels != "native" else ())
+    for name, late, kernels in (
+        (name, ":" in name or name in LATER, kernels) for name, kernels in product(MODELS, KERNELS)
+    )
 ]
 
 
