@@ -94,6 +94,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "tie_word_embeddings": True,
     },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "num_hidden_layers": 2,
+        "hidden_act": "silu",
+        "original_max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    },
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -202,7 +210,19 @@ def tiny_weights(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
     norm("model.norm.weight", hidden, mean=3 / (small * hidden**0.5) if tied else 1.0)
     if not tied:
         matrix("lm_head.weight", vocab, hidden, 3 * hidden**-0.5)
-    return weights
+    return fused(weights) if config["model_type"] == "phi3" else weights
+
+
+def fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With q, k, v and gate, up in one tensor each, as Phi-3 stores them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        for one, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+            if (part := name.split(".")[-2] if name.count(".") > 1 else "") in parts:
+                name = name.replace(part, one)
+                tensor = torch.cat((found[name], tensor)) if name in found else tensor
+        found[name] = tensor
+    return found
 
 
 def is_sparse(config: dict[str, Any], layer: int) -> bool:

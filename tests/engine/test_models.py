@@ -14,6 +14,12 @@ from tests.engine.model_harness import KERNELS, TinyModel, hugging_face, hugging
 
 Tiny = Callable[..., Path]
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 12.0],
+}
 # Seeds whose margins are wide enough at every step below; the test checks that they are.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"seed": 2},
@@ -44,6 +50,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "num_hidden_layers": 4,
     },
+    "phi3": {"seed": 0},
+    "phi3: part of each head, longrope, windows": {
+        "seed": 1,
+        "partial_rotary_factor": 0.75,
+        "sliding_window": 13,
+        "rope_scaling": LONGROPE,
+    },
     "gemma3: final soft cap": {"seed": 0, "final_logit_softcapping": 10.0},
 }
 PLACES = [(4, 3), (16, 5), (4, 64), (16, 33)]
@@ -57,7 +70,7 @@ def make(tiny_model: Tiny, name: str) -> Path:
 
 
 # What a variant or a later family has of its own is the model's, not the kernels': all sets see it nightly only.
-LATER = ("mixtral", "qwen3_moe")
+LATER = ("mixtral", "qwen3_moe", "phi3")
 CASES = [
     pytest.param(name, kernels, marks=pytest.mark.nightly if late and kernels != "native" else ())
     for name, late, kernels in (

@@ -13,7 +13,7 @@ LENGTH = 75
 # Mistral loads as Llama does.
 FAMILIES = [
     *("llama", "qwen2", "qwen3", "gemma3", "qwen3_moe"),
-    *(pytest.param(family, marks=pytest.mark.nightly) for family in ("mistral", "mixtral")),
+    *(pytest.param(family, marks=pytest.mark.nightly) for family in ("mistral", "mixtral", "phi3")),
 ]
 
 
