@@ -64,7 +64,7 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     quantization = None if options.quantization == "none" else options.quantization
     threads = set_cpu_threads(options.cpu_threads)
     kernels = load_kernel_set(options.kernels, threads, quantization)
-    config = load_model_config(options.model, dtype=options.dtype)
+    config = load_model_config(options.model, dtype=options.dtype, max_model_len=options.max_model_len)
     digest = weights_digest(config.path, progress=progress)
     model = load_model(config, kernels, progress=progress, digest=digest, packed_cache_bytes=options.packed_cache_bytes)
     adapters, slots = build_adapters(options, config, model) if options.enable_lora else (None, None)

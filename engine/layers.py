@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernel_set import ModelKernels
 from engine.lora.step import LoraStep
 from engine.memory import KvMemory
 from engine.model_config import ModelConfig
-from engine.rope import RopeConfig, inverse_frequencies
+from engine.rope import RopeConfig, inverse_frequencies, rotary_order
 from engine.weight_source import Projection, WeightSource
 from kernels.lora import Lora
 from kernels.paged import PagedBatch
@@ -42,7 +44,9 @@ class StepContext:
         tables = {}
         for rope in dict.fromkeys(config.layer_ropes):
             inv_freq, scaling = inverse_frequencies(rope, config.head_dim)
-            tables[rope] = kernels.rope_tables(positions, inv_freq, scaling)
+            cos, sin = kernels.rope_tables(positions, inv_freq, scaling)
+            still = config.head_dim // 2 - cos.shape[1]  # pairs that don't turn
+            tables[rope] = (F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))) if still else (cos, sin)
         plans = {
             window: kernels.plan_attention(batch, group_size=config.group_size, window=window)
             for window in dict.fromkeys(config.layer_windows)
@@ -76,7 +80,9 @@ class GatedMlp:
         self._activation = config.activation
         self._gate_up_names = (f"{name}.gate_proj", f"{name}.up_proj")
         self._down_names = (f"{name}.down_proj",)
-        self.gate_up = weights.pack(Projection(self._gate_up_names, (ffn, ffn), hidden, bias=bias, gated=True))
+        fused = f"{name}.gate_up_proj" if config.fused_projections else None
+        gate_up = Projection(self._gate_up_names, (ffn, ffn), hidden, bias=bias, gated=True, fused=fused)
+        self.gate_up = weights.pack(gate_up)
         self.down = weights.pack(Projection(self._down_names, (hidden,), ffn, bias=bias))
 
     def __call__(self, x: Tensor, step: StepContext, residual: Tensor | None = None) -> Tensor:
@@ -100,7 +106,13 @@ class Attention:
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self._qkv_names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         self._o_names = (f"{name}.o_proj",)
-        self.qkv = weights.pack(Projection(self._qkv_names, (q_size, kv_size, kv_size), hidden, bias=config.qkv_bias))
+        fused = f"{name}.qkv_proj" if config.fused_projections else None
+        sizes = (q_size, kv_size, kv_size)
+        self.qkv = weights.pack(Projection(self._qkv_names, sizes, hidden, bias=config.qkv_bias, fused=fused))
+        self._order = None
+        if self._rope.rotary_dim is not None:
+            turned = rotary_order(config.num_heads + config.num_kv_heads, head_dim, self._rope.rotary_dim)
+            self._order = torch.cat((turned, torch.arange(q_size + kv_size, q_size + 2 * kv_size)))
         self.o = weights.pack(Projection(self._o_names, (hidden,), q_size, bias=config.output_bias))
         self.q_norm = weights.take(f"{name}.q_norm.weight", (head_dim,)) if config.qk_norm else None
         self.k_norm = weights.take(f"{name}.k_norm.weight", (head_dim,)) if config.qk_norm else None
@@ -110,8 +122,9 @@ class Attention:
         config = self._config
         cos, sin = step.tables[self._rope]
         k_cache, v_cache = step.memory.layer(self._layer)
+        qkv = self._kernels.linear(x, self.qkv, lora=step.lora(self._qkv_names))
         q = self._kernels.rope_and_store(
-            self._kernels.linear(x, self.qkv, lora=step.lora(self._qkv_names)),
+            qkv if self._order is None else qkv.index_select(1, self._order),
             cos,
             sin,
             k_cache,

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 
 from engine.errors import EngineError
+from engine.longrope import read_phi_rope
+from engine.moe_config import MoeConfig
 from engine.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -23,6 +25,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Phi3ForCausalLM": "phi3",
 }
 """Served architecture -> family. A multimodal one is served as its text model."""
 
@@ -66,11 +71,17 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig, ...]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    moe: MoeConfig | None = None
 
     @property
     def group_size(self) -> int:
         """Query heads per kv head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def fused_projections(self) -> bool:
+        """Whether q, k and v are stored in one tensor, gate and up in another."""
+        return self.family == "phi3"
 
     @property
     def dtype_name(self) -> str:
@@ -79,19 +90,22 @@ class ModelConfig:
     def kv_config(self) -> dict[str, object]:
         """Everything but weights and dtype that changes KV values, as JSON types (the block keys' root, DESIGN §5)."""
         unrelated = {"path", "dtype", "vocab_size", "max_position", "final_cap", "tie_word_embeddings"}
-        unrelated |= {"eos_token_ids", "bos_token_id", "architecture"}
+        unrelated |= {"eos_token_ids", "bos_token_id", "architecture", "moe"}
         config: dict[str, object] = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in unrelated
         }
         config["layer_windows"] = list(self.layer_windows)
-        config["layer_ropes"] = [[rope.kind, rope.theta, dict(rope.parameters)] for rope in self.layer_ropes]
+        config["layer_ropes"] = [rope.identity for rope in self.layer_ropes]
+        if self.moe is not None:
+            config["moe"] = self.moe.kv_config()
         return config
 
 
-def load_model_config(path: Path | str, *, dtype: str = "auto") -> ModelConfig:
+def load_model_config(path: Path | str, *, dtype: str = "auto", max_model_len: int | None = None) -> ModelConfig:
     """Read `path`/config.json (and generation_config.json). Raises ModelError.
 
-    `dtype` "auto" keeps the stored one; float16, in which nothing computes here, becomes float32.
+    `dtype` "auto" keeps the stored one; float16, in which nothing computes here, becomes float32. Phi's rotary
+    embedding depends on the longest sequence to be served (`max_model_len`; None: the model's own limit).
     """
     directory = Path(path)
     hf = _read_hf_config(directory)
@@ -105,7 +119,7 @@ def load_model_config(path: Path | str, *, dtype: str = "auto") -> ModelConfig:
     if text is not hf:
         text.tie_word_embeddings = hf.tie_word_embeddings
     try:
-        return _describe(directory, name, hf, text, _compute_dtype(dtype, text))
+        return _describe(directory, name, hf, text, _compute_dtype(dtype, text), max_model_len)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         if isinstance(error, ModelError):
             raise
@@ -126,7 +140,9 @@ def _read_hf_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds, none of which names the file
-        raise ModelError(f"{config_file}: {str(error).strip().splitlines()[0]}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
+        raise ModelError(f"{config_file}: {reason}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -149,7 +165,9 @@ def _compute_dtype(wanted: str, text: Any) -> torch.dtype:
     return _DTYPES[wanted]
 
 
-def _describe(directory: Path, architecture: str, hf: Any, text: Any, dtype: torch.dtype) -> ModelConfig:
+def _describe(
+    directory: Path, architecture: str, hf: Any, text: Any, dtype: torch.dtype, max_model_len: int | None
+) -> ModelConfig:
     family = ARCHITECTURES[architecture]
     gemma = family == "gemma3"
     num_heads = _positive(text, "num_attention_heads")
@@ -165,7 +183,13 @@ def _describe(directory: Path, architecture: str, hf: Any, text: Any, dtype: tor
         raise ValueError("use_bidirectional_attention is not supported; attention here is causal")
     attention_bias = bool(getattr(text, "attention_bias", False))
     num_layers = _positive(text, "num_hidden_layers")
-    ropes = _layer_ropes(text, num_layers)
+    max_position = _positive(text, "max_position_embeddings")
+    if family == "phi3":
+        longest = max_position if max_model_len is None else max_model_len
+        rope = read_phi_rope(text.rope_parameters, head_dim=head_dim, max_position=max_position, longest=longest)
+        ropes: tuple[RopeConfig, ...] = (rope,) * num_layers
+    else:
+        ropes = _layer_ropes(text, num_layers)
     return ModelConfig(
         path=directory,
         architecture=architecture,
@@ -178,14 +202,14 @@ def _describe(directory: Path, architecture: str, hf: Any, text: Any, dtype: tor
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=_positive(text, "vocab_size"),
-        max_position=_positive(text, "max_position_embeddings"),
+        max_position=max_position,
         norm_eps=float(text.rms_norm_eps),
         norm_unit_offset=gemma,
         activation=_ACTIVATIONS[activation],
         qkv_bias=attention_bias or family == "qwen2",
         output_bias=attention_bias,
         mlp_bias=bool(getattr(text, "mlp_bias", False)),
-        qk_norm=family in ("qwen3", "gemma3"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
         attention_scale=float(text.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
         attention_cap=getattr(text, "attn_logit_softcapping", None),
         final_cap=getattr(text, "final_logit_softcapping", None),
@@ -195,6 +219,7 @@ def _describe(directory: Path, architecture: str, hf: Any, text: Any, dtype: tor
         layer_ropes=ropes,
         eos_token_ids=_eos_token_ids(directory, hf, text),
         bos_token_id=_first_id(text.bos_token_id),
+        moe=MoeConfig.read(text, family, num_layers) if family in ("mixtral", "qwen3_moe") else None,
     )
 
 

@@ -73,6 +73,7 @@ class PlainKernels:
         self.add_rms_norm = ops.add_rms_norm
         self.rope_tables = ops.rope_tables
         self.soft_cap = ops.soft_cap
+        self.router_logits = ops.logits  # of a stored matrix, never quantized
         self.paged_attention = ops.paged_attention
         self.plan_attention = plan_attention
 

@@ -26,6 +26,18 @@ class RopeConfig:
     kind: str
     theta: float
     parameters: tuple[tuple[str, float], ...] = ()
+    rotary_dim: int | None = None
+    """The leading dimensions of a head that are rotated; None: all."""
+    divisors: tuple[float, ...] = ()
+    """Of "longrope": what each frequency is divided by."""
+
+    @property
+    def identity(self) -> list[object]:
+        """All of it as JSON types, for the block keys' root."""
+        values: list[object] = [self.kind, self.theta, dict(self.parameters)]
+        if self.rotary_dim is not None or self.divisors:
+            values += [self.rotary_dim, list(self.divisors)]
+        return values
 
     @staticmethod
     def read(values: Mapping[str, object]) -> "RopeConfig":
@@ -54,15 +66,34 @@ class RopeConfig:
 
 
 @cache
+def rotary_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
+    """Of `num_heads` heads side by side, the order in which the ops' pairs (i, i + head_dim / 2) are those to rotate.
+
+    The ops rotate whole heads; those of which only a part turns pair i with i + rotary_dim / 2 in it. So their first
+    half gets the firsts of all pairs, the second half the seconds; the dimensions that stay are paired at the end, with
+    cos 1 and sin 0. What is the same for queries and keys changes no product. int64 [num_heads * head_dim].
+    """
+    turned, all_dims = rotary_dim // 2, torch.arange(head_dim)
+    rest = all_dims[rotary_dim:]
+    first = torch.cat((all_dims[:turned], rest[: len(rest) // 2]))
+    second = torch.cat((all_dims[turned:rotary_dim], rest[len(rest) // 2 :]))
+    head = torch.cat((first, second))
+    return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
+
+
+@cache
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """(float32 [head_dim / 2], the factor of cos and sin). Computed once, not in each step (0.15 ms): read-only.
+    """(float32 [rotated / 2], the factor of cos and sin). Computed once, not in each step (0.15 ms): read-only.
 
     `dynamic` stretches the base only beyond the model's max_position_embeddings, and differently at each length, so
     that keys in the cache would depend on when they were written. Sequences end at that limit here, where it has no
     effect.
     """
     parameters = dict(rope.parameters)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    rotated = rope.rotary_dim or head_dim
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.divisors) * rope.theta**exponents), parameters["attention_factor"]
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return inv_freq / parameters["factor"], 1.0

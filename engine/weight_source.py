@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.kernel_set import ModelKernels
@@ -13,13 +14,19 @@ from engine.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Matrices [num_outs[i], num_in] over one input, used as one: q, k and v; gate and up (`gated`); or one alone."""
+    """Matrices [num_outs[i], num_in] over one input, used as one: q, k and v; gate and up (`gated`); or one alone.
+
+    `fused`: they are stored in one tensor of this name, one below the other.
+    """
 
     names: tuple[str, ...]
     num_outs: tuple[int, ...]
     num_in: int
     bias: bool = False
     gated: bool = False
+    adaptable: bool = True
+    """Whether adapters may change it."""
+    fused: str | None = None
 
     @property
     def num_out(self) -> int:
@@ -27,11 +34,11 @@ class Projection:
 
     def matrices(self, weights: Weights) -> list[Tensor]:
         """[num_outs[i], num_in] each. Raises ModelError."""
-        return [weights.take(name, shape) for name, shape in self._shapes().items()]
+        return self._apart([weights.take(name, shape) for name, shape in self._shapes().items()])
 
     def biases(self, weights: Weights) -> list[Tensor]:
         """[num_outs[i]] each, or none. Raises ModelError."""
-        return [weights.take(name, shape) for name, shape in self._bias_shapes().items()]
+        return self._apart([weights.take(name, shape) for name, shape in self._bias_shapes().items()])
 
     def expect(self, weights: Weights) -> None:
         """Count the tensors as taken, without reading them. Raises ModelError as taking them would."""
@@ -39,12 +46,20 @@ class Projection:
             weights.expect(name, shape)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (rows, self.num_in) for name, rows in zip(self.names, self.num_outs, strict=True)}
+        return {f"{name}.weight": (rows, self.num_in) for name, rows in self._stored()}
 
     def _bias_shapes(self) -> dict[str, tuple[int, ...]]:
         if not self.bias:
             return {}
-        return {f"{name}.bias": (rows,) for name, rows in zip(self.names, self.num_outs, strict=True)}
+        return {f"{name}.bias": (rows,) for name, rows in self._stored()}
+
+    def _stored(self) -> list[tuple[str, int]]:
+        if self.fused is not None:
+            return [(self.fused, sum(self.num_outs))]
+        return list(zip(self.names, self.num_outs, strict=True))
+
+    def _apart(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(torch.split(tensors[0], list(self.num_outs))) if self.fused is not None and tensors else tensors
 
 
 @contextmanager

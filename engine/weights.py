@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.expert_tensors import by_expert
 from engine.model_config import ModelError
 from engine.safetensors_file import MappedFiles, TensorEntry, find_tensors, read_header, write_tensors
 
@@ -34,7 +35,7 @@ class Weights:
 
     def __init__(self, directory: Path, entries: dict[str, TensorEntry], dtype: torch.dtype) -> None:
         self._directory = directory
-        self._entries = entries
+        self._entries = by_expert(entries)
         self._dtype = dtype
         self._files = MappedFiles()
         embeddings = [name for name in entries if name.endswith("embed_tokens.weight")]

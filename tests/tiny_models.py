@@ -94,6 +94,38 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "tie_word_embeddings": True,
     },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "num_hidden_layers": 2,
+        "hidden_act": "silu",
+        "original_max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_hidden_layers": 2,
+        "hidden_act": "silu",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "hidden_act": "silu",
+        "head_dim": 32,
+        "attention_bias": False,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
 }
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
 
@@ -101,7 +133,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
 def make_tiny_model(
     family: str, directory: Path, *, seed: int = 0, dtype: str = "float32", **config_overrides: Any
 ) -> Path:
-    """Write a model of `family` ("llama", "mistral", "qwen2", "qwen3", "gemma3") into `directory` and return it."""
+    """Write a model of `family`, one of those above, into `directory` and return it."""
     config = {**_COMMON, **_FAMILIES[family], "dtype": dtype, **config_overrides}
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", config)
@@ -130,6 +162,12 @@ def tiny_weights(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
     def matrix(name: str, rows: int, columns: int, std: float | None = None) -> None:
         weights[name] = torch.randn(rows, columns, generator=generator) * (columns**-0.5 if std is None else std)
 
+    def gated_mlp(names: tuple[str, str, str], size: int) -> None:
+        gate, up, down = names
+        matrix(f"{gate}.weight", size, hidden)
+        matrix(f"{up}.weight", size, hidden)
+        matrix(f"{down}.weight", hidden, size, 1.5 * size**-0.5)
+
     def norm(name: str, size: int, mean: float = 1.0) -> None:
         weights[name] = torch.randn(size, generator=generator) * 0.2 + (mean - 1.0 if gemma else mean)
 
@@ -147,12 +185,23 @@ def tiny_weights(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
         matrix(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim, 1.5 * (heads * head_dim) ** -0.5)
         if config.get("attention_bias"):
             weights[f"{prefix}self_attn.o_proj.bias"] = torch.randn(hidden, generator=generator) * 0.5
-        if gemma or config["model_type"] == "qwen3":
+        if gemma or config["model_type"] in ("qwen3", "qwen3_moe"):
             norm(f"{prefix}self_attn.q_norm.weight", head_dim)
             norm(f"{prefix}self_attn.k_norm.weight", head_dim)
-        matrix(f"{prefix}mlp.gate_proj.weight", ffn, hidden)
-        matrix(f"{prefix}mlp.up_proj.weight", ffn, hidden)
-        matrix(f"{prefix}mlp.down_proj.weight", hidden, ffn, 1.5 * ffn**-0.5)
+        if config["model_type"] == "mixtral":
+            matrix(f"{prefix}block_sparse_moe.gate.weight", config["num_local_experts"], hidden)
+            for expert in range(config["num_local_experts"]):
+                name = f"{prefix}block_sparse_moe.experts.{expert}"
+                gated_mlp((f"{name}.w1", f"{name}.w3", f"{name}.w2"), ffn)
+        elif config["model_type"] == "qwen3_moe" and is_sparse(config, layer):
+            matrix(f"{prefix}mlp.gate.weight", config["num_experts"], hidden)
+            for expert in range(config["num_experts"]):
+                name = f"{prefix}mlp.experts.{expert}"
+                names = (f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj")
+                gated_mlp(names, config["moe_intermediate_size"])
+        else:
+            name = f"{prefix}mlp"
+            gated_mlp((f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"), ffn)
         norm(f"{prefix}input_layernorm.weight", hidden)
         norm(f"{prefix}post_attention_layernorm.weight", hidden)
         if gemma:
@@ -161,7 +210,24 @@ def tiny_weights(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
     norm("model.norm.weight", hidden, mean=3 / (small * hidden**0.5) if tied else 1.0)
     if not tied:
         matrix("lm_head.weight", vocab, hidden, 3 * hidden**-0.5)
-    return weights
+    return fused(weights) if config["model_type"] == "phi3" else weights
+
+
+def fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With q, k, v and gate, up in one tensor each, as Phi-3 stores them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        for one, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+            if (part := name.split(".")[-2] if name.count(".") > 1 else "") in parts:
+                name = name.replace(part, one)
+                tensor = torch.cat((found[name], tensor)) if name in found else tensor
+        found[name] = tensor
+    return found
+
+
+def is_sparse(config: dict[str, Any], layer: int) -> bool:
+    """Whether that layer of a Qwen3-MoE has experts."""
+    return layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
 
 
 def tiny_tokenizer() -> Tokenizer:

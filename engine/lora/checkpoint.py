@@ -30,11 +30,12 @@ _PREFIXES = ("base_model.model.", "model.", "language_model.", "model.")
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A matrix [num_out, num_in] that adapters may change."""
+    """A matrix [num_out, num_in] that adapters may change; `parts`, if it is made of several: their names and rows."""
 
     name: str
     num_out: int
     num_in: int
+    parts: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_embedding(self) -> bool:
@@ -43,11 +44,15 @@ class Module:
 
 def modules_of(projections: Sequence[Projection]) -> dict[str, Module]:
     """All modules, by name."""
-    return {
-        name: Module(name, rows, projection.num_in)
-        for projection in projections
-        for name, rows in zip(projection.names, projection.num_outs, strict=True)
-    }
+    modules: dict[str, Module] = {}
+    for projection in projections:
+        parts = tuple(zip(projection.names, projection.num_outs, strict=True))
+        if projection.fused is not None:
+            name = projection.fused
+            modules[name] = Module(name, sum(projection.num_outs), projection.num_in, parts)
+        else:
+            modules |= {name: Module(name, rows, projection.num_in) for name, rows in parts}
+    return modules
 
 
 def read_adapter(directory: Path, config: ModelConfig, modules: Mapping[str, Module], max_rank: int) -> Adapter:
@@ -63,7 +68,7 @@ def read_adapter(directory: Path, config: ModelConfig, modules: Mapping[str, Mod
             module = modules[name]
             if "base" in entries:
                 _check_base(name, entries["base"], stored, config)
-            found[name] = _matrices(module, entries, stored, lora, config.dtype, max_rank)
+            found |= _by_part(module, _matrices(module, entries, stored, lora, config.dtype, max_rank))
             digest.add(name, lora.scale_of(name), entries, stored)
     except ModelError as error:
         raise AdapterError(str(error)) from error
@@ -116,6 +121,11 @@ def _module_of(entry: TensorEntry, file: Path, modules: Mapping[str, Module]) ->
             break
         return name, kind
     ends = sorted({name.rpartition(".")[2] for name in modules})
+    if ".experts." in entry.name:
+        raise AdapterError(
+            f"{file}: tensor {entry.name} changes an expert; adapters on experts are not served, those on "
+            f"{', '.join(ends)} are"
+        )
     raise AdapterError(
         f"{file}: tensor {entry.name} belongs to no module that can be adapted here; those are {', '.join(ends)}"
     )
@@ -154,6 +164,14 @@ def _matrices(
     a = _finite(entries["a"], stored, 1.0, dtype)
     b = _finite(entries["b"], stored, lora.scale_of(module.name), dtype)
     return LoraMatrices((a.t() if module.is_embedding else a).contiguous(), b.t().contiguous())
+
+
+def _by_part(module: Module, whole: LoraMatrices) -> dict[str, LoraMatrices]:
+    """A fused module's parts have one A and their own rows of B."""
+    if not module.parts:
+        return {module.name: whole}
+    columns = torch.split(whole.b, [rows for _, rows in module.parts], dim=1)
+    return {name: LoraMatrices(whole.a, b.contiguous()) for (name, _), b in zip(module.parts, columns, strict=True)}
 
 
 def _finite(entry: TensorEntry, stored: FileInMemory, scale: float, dtype: torch.dtype) -> Tensor:

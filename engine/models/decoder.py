@@ -43,10 +43,11 @@ class Decoder:
 
     @property
     def adaptable(self) -> tuple[Projection, ...]:
-        """What adapters may change: every projection, and the head also where it is the embedding."""
-        if any(each.names == HEAD for each in self.projections):
-            return self.projections
-        return (*self.projections, Projection(HEAD, (self.config.vocab_size,), self.config.hidden_size))
+        """What adapters may change: every projection but experts', and the head also where it is the embedding."""
+        projections = tuple(each for each in self.projections if each.adaptable)
+        if any(each.names == HEAD for each in projections):
+            return projections
+        return (*projections, Projection(HEAD, (self.config.vocab_size,), self.config.hidden_size))
 
     @torch.inference_mode()
     def forward(

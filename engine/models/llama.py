@@ -6,18 +6,24 @@ from engine.kernel_set import ModelKernels
 from engine.layers import Attention, GatedMlp, RmsNorm, StepContext
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.moe import ExpertsMlp
 from engine.weight_source import WeightSource
 
 
 class LlamaBlock:
-    """x += attention(norm(x)); x += mlp(norm(x))."""
+    """x += attention(norm(x)); x += mlp(norm(x)), an MLP of experts where the config has them."""
 
     def __init__(self, config: ModelConfig, kernels: ModelKernels, weights: WeightSource, layer: int) -> None:
         prefix = f"layers.{layer}"
         self.input_norm = RmsNorm(kernels, weights, f"{prefix}.input_layernorm", config.hidden_size, config)
         self.attention = Attention(kernels, weights, f"{prefix}.self_attn", layer, config)
         self.mlp_norm = RmsNorm(kernels, weights, f"{prefix}.post_attention_layernorm", config.hidden_size, config)
-        self.mlp = GatedMlp(kernels, weights, f"{prefix}.mlp", config)
+        moe = config.moe
+        self.mlp = (
+            ExpertsMlp(kernels, weights, f"{prefix}.mlp", config, moe)
+            if moe is not None and moe.layers[layer]
+            else GatedMlp(kernels, weights, f"{prefix}.mlp", config)
+        )
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         x = self.attention(self.input_norm(x), step, residual=x)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.kernel_set import ModelKernels
 from engine.model_config import ModelConfig, ModelError
-from engine.models import gemma3, llama, qwen2, qwen3
+from engine.models import gemma3, llama, mixtral, phi3, qwen2, qwen3
 from engine.models.decoder import Decoder
 from engine.packed_weights import build_packed, build_private
 from engine.weight_source import DirectSource, NotedSource, WeightSource
@@ -17,6 +17,9 @@ FAMILIES: Mapping[str, Callable[[ModelConfig, ModelKernels, WeightSource], Decod
     "qwen2": qwen2.build,
     "qwen3": qwen3.build,
     "gemma3": gemma3.build,
+    "mixtral": mixtral.build,
+    "qwen3_moe": mixtral.build,
+    "phi3": phi3.build,
 }
 
 

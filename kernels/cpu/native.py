@@ -99,6 +99,10 @@ class NativeKernels:
             self.lora(y, x, lora)
         return y
 
+    def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`logits` of a plain weight that is not quantized whatever the others are. x [M, K], W [E, K] -> [M, E]."""
+        return self._linear(x, self._pack_once(weight, None, plain=True), None, 0, torch.float32)
+
     def lora(self, y: Tensor, x: Tensor, change: Lora) -> None:
         """y[row] += (x[row] Aᵀ) Bᵀ for the rows that have an adapter, in float32 and in place.
 
@@ -295,7 +299,7 @@ class NativeKernels:
         )
         return out
 
-    def _pack_once(self, weight: Tensor | PackedWeight, bias: Tensor | None) -> PackedWeight:
+    def _pack_once(self, weight: Tensor | PackedWeight, bias: Tensor | None, *, plain: bool = False) -> PackedWeight:
         if isinstance(weight, PackedWeight):
             if bias is not None:
                 raise ValueError("a packed weight brings its own bias")
@@ -303,7 +307,8 @@ class NativeKernels:
         key = id(weight)
         kept = self._packed.get(key)
         if kept is None or kept[0]() is not weight:
-            made = self.pack(weight, biases=() if bias is None else (bias,))
+            int8 = self.quantization is not None and not plain
+            made = packed.pack(self._ops, (weight,), () if bias is None else (bias,), int8=int8)
             kept = (weakref.ref(weight, lambda _: self._packed.pop(key, None)), made)
             self._packed[key] = kept
         return kept[1]

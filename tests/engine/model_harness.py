@@ -62,10 +62,11 @@ class TinyModel:
         num_sequences: int = 4,
         max_tokens: int = 160,
         threads: int = 1,
+        max_model_len: int | None = None,
     ) -> None:
         if kernels == "native" and not cpu.available():
             pytest.skip(cpu.why_unavailable())
-        self.config = load_model_config(path, dtype=dtype)
+        self.config = load_model_config(path, dtype=dtype, max_model_len=max_model_len)
         self.model = load_model(self.config, load_kernel_set(kernels, threads))
         per_sequence = -(-max_tokens // block_size)
         config = self.config

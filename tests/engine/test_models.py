@@ -14,6 +14,12 @@ from tests.engine.model_harness import KERNELS, TinyModel, hugging_face, hugging
 
 Tiny = Callable[..., Path]
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 12.0],
+}
 # Seeds whose margins are wide enough at every step below; the test checks that they are.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"seed": 2},
@@ -35,6 +41,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3: untied, biases": {"seed": 1, "tie_word_embeddings": False, "attention_bias": True},
+    "mixtral": {"seed": 0},
+    "qwen3_moe": {"seed": 1},
+    "qwen3_moe: every second layer, weights as they are": {
+        "seed": 0,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": False,
+        "num_hidden_layers": 4,
+    },
+    "phi3": {"seed": 0},
+    "phi3: part of each head, longrope, windows": {
+        "seed": 1,
+        "partial_rotary_factor": 0.75,
+        "sliding_window": 13,
+        "rope_scaling": LONGROPE,
+    },
     "gemma3: final soft cap": {"seed": 0, "final_logit_softcapping": 10.0},
 }
 PLACES = [(4, 3), (16, 5), (4, 64), (16, 33)]
@@ -47,10 +69,13 @@ def make(tiny_model: Tiny, name: str) -> Path:
     return tiny_model(name.split(":")[0], **MODELS[name])
 
 
-# What a variant has of its own is the model's, not the kernels': all kernel sets see it nightly only.
+# What a variant or a later family has of its own is the model's, not the kernels': all sets see it nightly only.
+LATER = ("mixtral", "qwen3_moe", "phi3")
 CASES = [
-    pytest.param(name, kernels, marks=pytest.mark.nightly if ":" in name and kernels != "native" else ())
-    for name, kernels in product(MODELS, KERNELS)
+    pytest.param(name, kernels, marks=pytest.mark.nightly if late and kernels != "native" else ())
+    for name, late, kernels in (
+        (name, ":" in name or name in LATER, kernels) for name, kernels in product(MODELS, KERNELS)
+    )
 ]
 
 

@@ -11,7 +11,10 @@ from tests.engine.model_harness import KERNELS, TinyModel, random_prompt
 
 LENGTH = 75
 # Mistral loads as Llama does.
-FAMILIES = ["llama", pytest.param("mistral", marks=pytest.mark.nightly), "qwen2", "qwen3", "gemma3"]
+FAMILIES = [
+    *("llama", "qwen2", "qwen3", "gemma3", "qwen3_moe"),
+    *(pytest.param(family, marks=pytest.mark.nightly) for family in ("mistral", "mixtral", "phi3")),
+]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
