@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 
 from engine.errors import EngineError
+from engine.quantized.config import parse_quantization
+from engine.quantized.stored import StoredFormat
 from engine.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -66,6 +68,8 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig, ...]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    quantization: StoredFormat | None = None
+    """How the checkpoint stores its quantized matrices; None: it has none."""
 
     @property
     def group_size(self) -> int:
@@ -76,10 +80,15 @@ class ModelConfig:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def quantization_label(self) -> str | None:
+        """Names what the checkpoint has quantized, and how."""
+        return None if self.quantization is None else self.quantization.label
+
     def kv_config(self) -> dict[str, object]:
-        """Everything but weights and dtype that changes KV values, as JSON types (the block keys' root, DESIGN §5)."""
+        """What, beside weights, dtype and quantization, changes KV values, as JSON types (the root of the keys, §5)."""
         unrelated = {"path", "dtype", "vocab_size", "max_position", "final_cap", "tie_word_embeddings"}
-        unrelated |= {"eos_token_ids", "bos_token_id", "architecture"}
+        unrelated |= {"eos_token_ids", "bos_token_id", "architecture", "quantization"}
         config: dict[str, object] = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in unrelated
         }
@@ -120,7 +129,12 @@ def _read_hf_config(directory: Path) -> Any:
         raise ModelError(f"{config_file}: no such file; a model directory needs config.json and *.safetensors")
     raw = read_json(config_file)
     if raw.get("quantization_config") is not None:
-        raise ModelError(f"{config_file}: quantization_config is set; quantized checkpoints are not supported")
+        try:
+            parse_quantization(
+                raw["quantization_config"]
+            )  # here: AutoConfig may import what it names, or fail otherwise
+        except ValueError as error:
+            raise ModelError(f"{config_file}: {error}") from error
     from transformers import AutoConfig  # here: it costs a second, and tests of this file's errors need none of it
 
     try:
@@ -195,7 +209,14 @@ def _describe(directory: Path, architecture: str, hf: Any, text: Any, dtype: tor
         layer_ropes=ropes,
         eos_token_ids=_eos_token_ids(directory, hf, text),
         bos_token_id=_first_id(text.bos_token_id),
+        quantization=_quantization(hf),
     )
+
+
+def _quantization(hf: Any) -> StoredFormat | None:
+    """AutoConfig keeps the field as the file has it."""
+    stored = getattr(hf, "quantization_config", None)
+    return None if stored is None else parse_quantization(stored)
 
 
 def _positive(text: Any, name: str) -> int:
