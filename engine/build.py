@@ -88,7 +88,7 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         kv_config=config.kv_config(),
         compute_dtype=config.dtype_name,
         kv_dtype=config.dtype_name,
-        quantization=options.quantization,
+        quantization=config.quantization_label or options.quantization,
         block_size=options.block_size,
         group_layout=f"0:full:{config.num_layers}",
     )

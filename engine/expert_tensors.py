@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from engine.safetensors_file import TensorEntry
 
-_MIXTRAL = {".w1.weight": ".gate_proj.weight", ".w3.weight": ".up_proj.weight", ".w2.weight": ".down_proj.weight"}
+_MIXTRAL = re.compile(r"(.*\.experts\.\d+)\.(w[123])(\..*)")
+_KINDS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -31,10 +32,8 @@ def by_expert(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 def _of_mixtral(name: str) -> str:
     name = name.replace(".block_sparse_moe.", ".mlp.")
-    for end, ours in _MIXTRAL.items():
-        if ".experts." in name and name.endswith(end):
-            return name.removesuffix(end) + ours
-    return name
+    match = _MIXTRAL.fullmatch(name)
+    return name if match is None else f"{match[1]}.{_KINDS[match[2]]}{match[3]}"
 
 
 def _parts(prefix: str, kinds: tuple[str, ...], entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:

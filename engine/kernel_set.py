@@ -12,6 +12,7 @@ from engine import kernels_package  # noqa: F401  (first: says plainly when `ker
 from engine.model_config import Activation, ModelError
 from engine.plain_kernels import KernelSet, PlainKernels
 from kernels import cpu, reference
+from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
 from kernels.lora import Lora
 from kernels.paged import PagedBatch
@@ -25,7 +26,7 @@ KernelsName = Literal["auto", "native", "torch", "reference"]
 
 
 class ModelKernels(Protocol):
-    """What the layers are written with. `pack` makes weights, `plan_attention` plans: each set's own, opaque here."""
+    """What the layers are written with. `pack`s make weights, `plan_attention` plans: each set's own, opaque here."""
 
     @property
     def NAME(self) -> str: ...
@@ -34,6 +35,9 @@ class ModelKernels(Protocol):
     @property
     def quantization(self) -> Quantization | None: ...
     def pack(self, *weights: Tensor, biases: Sequence[Tensor] = (), gated: bool = False) -> Any: ...
+    def pack_groups(
+        self, *weights: GroupedMatrix, dtype: torch.dtype, biases: Sequence[Tensor] = (), gated: bool = False
+    ) -> Any: ...
     def linear(self, x: Tensor, weight: Any, *, residual: Tensor | None = None, lora: Lora | None = None) -> Tensor: ...
     def gated_linear(self, x: Tensor, weight: Any, activation: Activation, *, lora: Lora | None = None) -> Tensor: ...
     def logits(self, x: Tensor, weight: Any, *, lora: Lora | None = None) -> Tensor: ...
@@ -98,7 +102,8 @@ def _native(threads: int, quantization: Quantization | None) -> ModelKernels:
     return NativeKernels(extension, quantization)
 
 
-def numerics_class(kernels: ModelKernels, dtype: torch.dtype) -> str:
-    """Within one class logits are bitwise equal on every path (DESIGN §4)."""
-    quantized = f"+{kernels.quantization}" if kernels.quantization else ""
+def numerics_class(kernels: ModelKernels, dtype: torch.dtype, stored: str | None = None) -> str:
+    """Within one class logits are bitwise equal on every path (DESIGN §4). `stored`: the checkpoint's quantization."""
+    quantization = stored or kernels.quantization
+    quantized = f"+{quantization}" if quantization else ""
     return f"{str(dtype).removeprefix('torch.')}{quantized}/{kernels.NAME}/{kernels.isa}/tp1"

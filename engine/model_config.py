@@ -12,6 +12,8 @@ import torch
 from engine.errors import EngineError
 from engine.longrope import read_phi_rope
 from engine.moe_config import MoeConfig
+from engine.quantized.config import parse_quantization
+from engine.quantized.stored import StoredFormat
 from engine.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -72,6 +74,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     moe: MoeConfig | None = None
+    quantization: StoredFormat | None = None
+    """How the checkpoint stores its quantized matrices; None: it has none."""
 
     @property
     def group_size(self) -> int:
@@ -87,10 +91,15 @@ class ModelConfig:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def quantization_label(self) -> str | None:
+        """Names what the checkpoint has quantized, and how."""
+        return None if self.quantization is None else self.quantization.label
+
     def kv_config(self) -> dict[str, object]:
-        """Everything but weights and dtype that changes KV values, as JSON types (the block keys' root, DESIGN §5)."""
+        """What, beside weights, dtype and quantization, changes KV values, as JSON types (the root of the keys, §5)."""
         unrelated = {"path", "dtype", "vocab_size", "max_position", "final_cap", "tie_word_embeddings"}
-        unrelated |= {"eos_token_ids", "bos_token_id", "architecture", "moe"}
+        unrelated |= {"eos_token_ids", "bos_token_id", "architecture", "moe", "quantization"}
         config: dict[str, object] = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in unrelated
         }
@@ -134,7 +143,12 @@ def _read_hf_config(directory: Path) -> Any:
         raise ModelError(f"{config_file}: no such file; a model directory needs config.json and *.safetensors")
     raw = read_json(config_file)
     if raw.get("quantization_config") is not None:
-        raise ModelError(f"{config_file}: quantization_config is set; quantized checkpoints are not supported")
+        try:
+            parse_quantization(
+                raw["quantization_config"]
+            )  # here: AutoConfig may import what it names, or fail otherwise
+        except ValueError as error:
+            raise ModelError(f"{config_file}: {error}") from error
     from transformers import AutoConfig  # here: it costs a second, and tests of this file's errors need none of it
 
     try:
@@ -220,7 +234,14 @@ def _describe(
         eos_token_ids=_eos_token_ids(directory, hf, text),
         bos_token_id=_first_id(text.bos_token_id),
         moe=MoeConfig.read(text, family, num_layers) if family in ("mixtral", "qwen3_moe") else None,
+        quantization=_quantization(hf),
     )
+
+
+def _quantization(hf: Any) -> StoredFormat | None:
+    """AutoConfig keeps the field as the file has it."""
+    stored = getattr(hf, "quantization_config", None)
+    return None if stored is None else parse_quantization(stored)
 
 
 def _positive(text: Any, name: str) -> int:

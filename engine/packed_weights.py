@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from engine.file_cache import mark_used, prune
-from engine.model_config import ModelError
+from engine.model_config import ModelConfig, ModelError
+from engine.packed_group_sections import read_groups, write_groups
 from engine.section_file import SectionFile, SectionFileError, SectionWriter
-from engine.weight_source import DirectSource, Projection, WeightSource, naming
+from engine.weight_source import DirectSource, Projection, WeightSource, naming, split
 from engine.weights import Progress, Weights, exclusive, map_weights
-from kernels.cpu.native import NativeKernels
+from kernels.cpu.native import NativeKernels, NativeWeight
 from kernels.cpu.packed import LAYOUT, PANEL_ROWS, STRIP_ROWS, PackedWeight, packed_bytes
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,7 @@ Model = TypeVar("Model")
 
 
 def build_packed(
-    directory: Path,
-    dtype: torch.dtype,
+    config: ModelConfig,
     kernels: NativeKernels,
     build: Callable[[WeightSource], Model],
     *,
@@ -44,36 +44,34 @@ def build_packed(
     `progress` follows the packing. Without room on the disk, or if it can't be written, the weights are packed into
     this process's own memory, with a warning. Raises ModelError.
     """
-    name = f"{digest.hex()}-{str(dtype).removeprefix('torch.')}-{LAYOUT}"
-    if kernels.quantization is not None:
-        name += f"-{kernels.quantization}"
+    name = f"{digest.hex()}-{config.dtype_name}-{LAYOUT}"
+    if quantization := config.quantization_label or kernels.quantization:
+        name += f"-{quantization}"
     file = cache_dir / "packed" / name
     try:
         try:
-            return _map(file, directory, kernels, dtype, build)
+            return _map(file, config, kernels, build)
         except FileNotFoundError:
             file.parent.mkdir(parents=True, exist_ok=True)
         except SectionFileError as error:
             logger.warning("%s; packed again", error)
         with exclusive(file.with_name(f"{name}.lock")):
             try:  # another process may have made it meanwhile
-                return _map(file, directory, kernels, dtype, build)
+                return _map(file, config, kernels, build)
             except (FileNotFoundError, SectionFileError):
-                _write(file, directory, dtype, kernels, build, progress)
-        model = _map(file, directory, kernels, dtype, build)
+                _write(file, config, kernels, build, progress)
+        model = _map(file, config, kernels, build)
         if max_cache_bytes is not None:
             prune(file.parent, max_cache_bytes)
         return model
     except (OSError, SectionFileError) as error:
         logger.warning("the packed weights can't be shared, so they take this process's own memory: %s", error)
-    return build_private(directory, dtype, kernels, build)
+    return build_private(config, kernels, build)
 
 
-def build_private(
-    directory: Path, dtype: torch.dtype, kernels: NativeKernels, build: Callable[[WeightSource], Model]
-) -> Model:
+def build_private(config: ModelConfig, kernels: NativeKernels, build: Callable[[WeightSource], Model]) -> Model:
     """The model that `build` makes, its weights packed into this process's own memory. Raises ModelError."""
-    weights = map_weights(directory, dtype)
+    weights = map_weights(config.path, config.dtype, config.quantization)
     model = build(_PrivateSource(kernels, weights))
     weights.finish()
     return model
@@ -101,10 +99,17 @@ class _FileWriter:
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._weights.take(name, shape)
 
-    def pack(self, projection: Projection) -> PackedWeight:
-        matrices = projection.matrices(self._weights)
+    def pack(self, projection: Projection) -> NativeWeight:
+        with naming(projection):
+            matrices, quantized = split(projection.matrices(self._weights))
         biases = projection.biases(self._weights)
-        dtype = matrices[0].dtype
+        dtype = self._weights.dtype
+        if quantized:
+            with naming(projection):
+                groups = self._kernels.pack_groups(*quantized, dtype=dtype, biases=biases, gated=projection.gated)
+            write_groups(self._writer, _section(projection), groups)
+            self._report(groups.nbytes)
+            return groups
         size = _data_bytes(projection, _stored(self._kernels, dtype))
         with naming(projection), self._writer.section(_section(projection), size) as data:
             packed = self._kernels.pack(*matrices, biases=biases, gated=projection.gated, out=data)
@@ -114,26 +119,31 @@ class _FileWriter:
         if packed.scales is not None:
             with self._writer.section(_scales_section(projection), packed.scales.nbytes) as data:
                 data.copy_(packed.scales.view(torch.uint8))
-        self._done += _data_bytes(projection, dtype)
+        self._report(_data_bytes(projection, dtype))
+        return packed
+
+    def _report(self, num_bytes: int) -> None:
+        self._done += num_bytes
         if self._progress is not None:
             self._progress(self._done, max(self._done, self._weights.num_bytes))
-        return packed
 
 
 class _FileSource:
     """Finds the weights in the file; what is not there, or of another size, is a SectionFileError."""
 
-    def __init__(self, weights: Weights, file: SectionFile, kernels: NativeKernels, dtype: torch.dtype) -> None:
+    def __init__(self, weights: Weights, file: SectionFile, kernels: NativeKernels) -> None:
         self._weights = weights
         self._file = file
         self._kernels = kernels
-        self._dtype = dtype
+        self._dtype = weights.dtype
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._weights.take(name, shape).clone()
 
-    def pack(self, projection: Projection) -> PackedWeight:
+    def pack(self, projection: Projection) -> NativeWeight:
         projection.expect(self._weights)
+        if self._weights.is_quantized(projection.names[0]):
+            return read_groups(self._file, _section(projection), projection, self._dtype)
         stored = _stored(self._kernels, self._dtype)
         data = self._file.tensor(_section(projection), _data_bytes(projection, stored))
         num_bytes = _by_row_bytes(projection)
@@ -145,11 +155,9 @@ class _FileSource:
         return PackedWeight(data, projection.num_out, projection.num_in, self._dtype, projection.gated, bias, scales)
 
 
-def _map(
-    file: Path, directory: Path, kernels: NativeKernels, dtype: torch.dtype, build: Callable[[WeightSource], Model]
-) -> Model:
-    weights = map_weights(directory, dtype)
-    model = build(_FileSource(weights, SectionFile(file), kernels, dtype))
+def _map(file: Path, config: ModelConfig, kernels: NativeKernels, build: Callable[[WeightSource], Model]) -> Model:
+    weights = map_weights(config.path, config.dtype, config.quantization)
+    model = build(_FileSource(weights, SectionFile(file), kernels))
     weights.finish()
     mark_used(file)
     return model
@@ -157,14 +165,13 @@ def _map(
 
 def _write(
     file: Path,
-    directory: Path,
-    dtype: torch.dtype,
+    config: ModelConfig,
     kernels: NativeKernels,
     build: Callable[[WeightSource], Model],
     progress: Progress | None,
 ) -> None:
     """Not flushed to the disk: its checksums tell if it did not get there before the power went."""
-    weights = map_weights(directory, dtype)
+    weights = map_weights(config.path, config.dtype, config.quantization)
     partial = file.with_name(f"{file.name}.partial")  # one of a killed process is overwritten
     try:
         with SectionWriter(partial) as writer:

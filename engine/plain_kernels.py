@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.model_config import Activation
 from kernels import int8
+from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
 from kernels.lora import Lora, add_to_embedding
 from kernels.paged import AttentionPlan, PagedBatch, plan_attention
@@ -84,6 +85,12 @@ class PlainKernels:
         integers = tuple(int8.quantize_weight(weight) for weight in weights)
         matrices = tuple(int8.dequantize(q, scales).to(weights[0].dtype) for q, scales in integers)
         return PlainWeight(matrices, tuple(biases), integers)
+
+    def pack_groups(
+        self, *weights: GroupedMatrix, dtype: torch.dtype, biases: Sequence[Tensor] = (), gated: bool = False
+    ) -> PlainWeight:
+        """What a checkpoint has quantized, as what it stands for, rounded to `dtype`."""
+        return PlainWeight(tuple(weight.dequantized().to(dtype) for weight in weights), tuple(biases))
 
     def linear(
         self, x: Tensor, weight: PlainWeight, *, residual: Tensor | None = None, lora: Lora | None = None

@@ -49,7 +49,7 @@ class ModelRunner:
         self._memory = memory
         self._sampler = sampler
         self._slots = slots
-        self.numerics_class = numerics_class(model.kernels, config.dtype)
+        self.numerics_class = numerics_class(model.kernels, config.dtype, config.quantization_label)
 
     def execute(self, schedule: Schedule) -> list[list[SampledToken]]:
         """One list per item of the schedule: empty unless it samples, one token per choice to sample otherwise.

@@ -91,6 +91,9 @@ class SectionFile:
             if _checksum(self._bytes[offset : offset + length]) != checksum:
                 raise SectionFileError(f"{file}: the content of section {name} is damaged")
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
+
     def tensor(self, name: str, size: int) -> Tensor:
         """The section, uint8 [size], not to be written to. Raises SectionFileError if there is none of that size."""
         offset, length, _ = self._index.get(name, (0, -1, ""))

@@ -1,15 +1,15 @@
 """Where a model under construction gets its weights from, and which of them are used as one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from engine.kernel_set import ModelKernels
 from engine.weights import Weights
+from kernels.grouped import GroupedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Projection:
     def num_out(self) -> int:
         return self.num_outs[0] if self.gated else sum(self.num_outs)
 
-    def matrices(self, weights: Weights) -> list[Tensor]:
+    def matrices(self, weights: Weights) -> list[Tensor | GroupedMatrix]:
         """[num_outs[i], num_in] each. Raises ModelError."""
-        return self._apart([weights.take(name, shape) for name, shape in self._shapes().items()])
+        return self._apart([weights.matrix(name, shape) for name, shape in self._shapes().items()])
 
     def biases(self, weights: Weights) -> list[Tensor]:
         """[num_outs[i]] each, or none. Raises ModelError."""
@@ -42,11 +42,13 @@ class Projection:
 
     def expect(self, weights: Weights) -> None:
         """Count the tensors as taken, without reading them. Raises ModelError as taking them would."""
-        for name, shape in (self._shapes() | self._bias_shapes()).items():
-            weights.expect(name, shape)
+        for name, shape in self._shapes().items():
+            weights.expect_matrix(name, shape)
+        for name, bias_shape in self._bias_shapes().items():
+            weights.expect(name, bias_shape)
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (rows, self.num_in) for name, rows in self._stored()}
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        return {name: (rows, self.num_in) for name, rows in self._stored()}
 
     def _bias_shapes(self) -> dict[str, tuple[int, ...]]:
         if not self.bias:
@@ -58,8 +60,8 @@ class Projection:
             return [(self.fused, sum(self.num_outs))]
         return list(zip(self.names, self.num_outs, strict=True))
 
-    def _apart(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(torch.split(tensors[0], list(self.num_outs))) if self.fused is not None and tensors else tensors
+    def _apart(self, stored: list[Any]) -> list[Any]:
+        return list(stored[0].split(list(self.num_outs))) if self.fused is not None and stored else stored
 
 
 @contextmanager
@@ -69,6 +71,15 @@ def naming(projection: Projection) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{'+'.join(projection.names)}: {error}") from error
+
+
+def split(matrices: Sequence[Tensor | GroupedMatrix]) -> tuple[list[Tensor], list[GroupedMatrix]]:
+    """A projection's matrices, all on the one side or on the other. Raises ValueError."""
+    plain = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
+    quantized = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+    if plain and quantized:
+        raise ValueError("matrices over one input must be quantized all or none")
+    return plain, quantized
 
 
 class WeightSource(Protocol):
@@ -96,7 +107,11 @@ class DirectSource:
     def pack(self, projection: Projection) -> Any:
         matrices, biases = projection.matrices(self._weights), projection.biases(self._weights)
         with naming(projection):
-            return self._kernels.pack(*matrices, biases=biases, gated=projection.gated)
+            plain, quantized = split(matrices)
+            if quantized:
+                dtype = self._weights.dtype
+                return self._kernels.pack_groups(*quantized, dtype=dtype, biases=biases, gated=projection.gated)
+            return self._kernels.pack(*plain, biases=biases, gated=projection.gated)
 
 
 class NotedSource:

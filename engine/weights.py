@@ -17,7 +17,9 @@ from torch import Tensor
 
 from engine.expert_tensors import by_expert
 from engine.model_config import ModelError
+from engine.quantized.stored import StoredFormat, StoredMatrix
 from engine.safetensors_file import MappedFiles, TensorEntry, find_tensors, read_header, write_tensors
+from kernels.grouped import GroupedMatrix
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -29,14 +31,23 @@ _COMPUTE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 class Weights:
     """Named tensors in the compute dtype. Every tensor must be taken once, with its shape, or `finish` complains.
 
+    Matrices that the checkpoint has quantized, in the format `quantization`, stay so.
+
     Names are looked up below the model's prefix: "layers.0.…" is "model.layers.0.…", or, in a multimodal checkpoint,
     "model.language_model.layers.0.…".
     """
 
-    def __init__(self, directory: Path, entries: dict[str, TensorEntry], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        entries: dict[str, TensorEntry],
+        dtype: torch.dtype,
+        quantization: StoredFormat | None = None,
+    ) -> None:
         self._directory = directory
         self._entries = by_expert(entries)
-        self._dtype = dtype
+        self.dtype = dtype
+        self._quantization = quantization
         self._files = MappedFiles()
         embeddings = [name for name in entries if name.endswith("embed_tokens.weight")]
         if len(embeddings) != 1:
@@ -46,28 +57,72 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all tensors in the compute dtype."""
-        return _num_bytes(self._entries, self._dtype)
+        """The size of all tensors in the compute dtype, of quantized ones as they are stored."""
+        if self._quantization is None:
+            return _num_bytes(self._entries, self.dtype)
+        dense = {name: entry for name, entry in self._entries.items() if entry.dtype in _FLOATS}
+        stored = sum(entry.num_bytes for name, entry in self._entries.items() if name not in dense)
+        return _num_bytes(dense, self.dtype) + stored
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name` of this `shape`. Raises ModelError when it is missing or shaped otherwise.
 
         "lm_head.weight" is the output matrix of an untied model, wherever it is.
         """
-        return self._files.tensor(self.expect(name, shape)).to(self._dtype)
+        return self._files.tensor(self.expect(name, shape)).to(self.dtype)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | GroupedMatrix:
+        """The weight of the module `name`, as `take` or as the checkpoint has it quantized. Raises ModelError."""
+        if self._quantization is None or not self.is_quantized(name):
+            return self.take(f"{name}.weight", shape)
+        entries = self._quantized(name)
+        tensors = {suffix: self._files.tensor(entry) for suffix, entry in entries.items()}
+        try:
+            return self._quantization.read(StoredMatrix(tensors), *shape)
+        except ValueError as error:
+            raise ModelError(f"{self._directory}: {self._full_name(name)}: {error}") from error
+
+    def expect_matrix(self, name: str, shape: tuple[int, int]) -> None:
+        """Count what `matrix` reads as taken. Raises ModelError for what isn't quantized, as `expect` would."""
+        if self.is_quantized(name):
+            self._quantized(name)
+        else:
+            self.expect(f"{name}.weight", shape)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the checkpoint has the matrix of the module `name` quantized."""
+        return (
+            self._quantization is not None and f"{self._full_name(name)}.{self._quantization.marker}" in self._entries
+        )
+
+    def _quantized(self, name: str) -> dict[str, TensorEntry]:
+        """By suffix; they count as taken."""
+        module = self._full_name(name)
+        suffixes = () if self._quantization is None else self._quantization.suffixes
+        found = {suffix: f"{module}.{suffix}" for suffix in suffixes if f"{module}.{suffix}" in self._entries}
+        self._taken.update(found.values())
+        return {suffix: self._entries[full_name] for suffix, full_name in found.items()}
+
+    def _full_name(self, module: str) -> str:
+        if module != "lm_head":
+            return self._prefix + module
+        heads = {head for each in self._entries if (head := each.rpartition(".")[0]).endswith(module)}
+        return heads.pop() if len(heads) == 1 else module
 
     def expect(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
         """Where `take` finds it; counts as taken. Raises ModelError."""
-        full_name = self._prefix + name
-        if name == "lm_head.weight":
-            heads = [each for each in self._entries if each.endswith(name)]
-            full_name = heads[0] if len(heads) == 1 else name
+        module, _, kind = name.rpartition(".")
+        full_name = f"{self._full_name(module)}.{kind}"
         entry = self._entries.get(full_name)
         if entry is None:
             raise ModelError(f"{self._directory}: tensor {full_name} {list(shape)} is missing")
         if entry.shape != shape:
             raise ModelError(
                 f"{entry.file}: tensor {full_name} is {list(entry.shape)}; the config asks for {list(shape)}"
+            )
+        if entry.dtype not in _FLOATS:
+            raise ModelError(
+                f"{entry.file}: tensor {full_name} is {entry.dtype} with no scales; it can't be read as it is"
             )
         self._taken.add(full_name)
         return entry
@@ -82,10 +137,17 @@ class Weights:
         unused = [name for name in unused if not name.endswith("lm_head.weight")]  # present in some tied models
         foreign = ("vision", "multi_modal", "audio") if self._prefix != "model.language_model." else ()
         unused = [name for name in unused if not name.removeprefix(self._prefix).startswith(foreign)]
+        unused = [name for name in unused if not self._is_no_bias(name)]
         if unused:
             raise ModelError(
                 f"{self._directory}: {len(unused)} tensors are not part of this architecture: {', '.join(unused[:3])}"
             )
+
+    def _is_no_bias(self, name: str) -> bool:
+        """Quantizers write biases of zeros for modules that have none."""
+        module, _, kind = name.rpartition(".")
+        quantized = self.is_quantized(module.removeprefix(self._prefix))
+        return quantized and kind == "bias" and not bool(self._files.tensor(self._entries[name]).any())
 
 
 def open_weights(
@@ -102,16 +164,21 @@ def open_weights(
     return Weights(directory, entries, dtype)
 
 
-def map_weights(path: Path | str, dtype: torch.dtype) -> Weights:
-    """The same without a converted copy: a tensor stored in another dtype is converted whenever it is taken."""
+def map_weights(path: Path | str, dtype: torch.dtype, quantization: StoredFormat | None = None) -> Weights:
+    """The same without a converted copy: a tensor stored in another dtype is converted whenever it is taken.
+
+    Matrices in the format `quantization` stay so.
+    """
     directory = Path(path)
-    return Weights(directory, _find_floats(directory), dtype)
+    return Weights(directory, _find_floats(directory, quantization), dtype, quantization)
 
 
-def _find_floats(directory: Path) -> dict[str, TensorEntry]:
+def _find_floats(directory: Path, quantization: StoredFormat | None = None) -> dict[str, TensorEntry]:
+    """All tensors; those that no quantized matrix may have must be floating point."""
     entries = find_tensors(directory)
+    suffixes = () if quantization is None else quantization.suffixes
     for entry in entries.values():
-        if entry.dtype not in _FLOATS:
+        if entry.dtype not in _FLOATS and entry.name.rpartition(".")[2] not in suffixes:
             raise ModelError(f"{entry.file}: tensor {entry.name} is {entry.dtype}; supported are {', '.join(_FLOATS)}")
     return entries
 

@@ -187,7 +187,10 @@ def _finite(entry: TensorEntry, stored: FileInMemory, scale: float, dtype: torch
 def _check_base(module: str, entry: TensorEntry, stored: FileInMemory, config: ModelConfig) -> None:
     """They must be this model's."""
     name = "embed_tokens" if config.tie_word_embeddings else module
-    own = map_weights(config.path, config.dtype).take(f"{name}.weight", (config.vocab_size, config.hidden_size))
+    weights = map_weights(config.path, config.dtype, config.quantization)
+    if weights.is_quantized(name):
+        raise AdapterError(f"{entry.file}: tensor {entry.name} replaces a matrix that this model has quantized")
+    own = weights.take(f"{name}.weight", (config.vocab_size, config.hidden_size))
     if entry.shape != tuple(own.shape) or not torch.equal(stored.tensor(entry).to(config.dtype), own):
         raise AdapterError(
             f"{entry.file}: tensor {entry.name} is not this model's; the adapter's base is another model"

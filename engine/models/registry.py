@@ -9,7 +9,7 @@ from engine.models import gemma3, llama, mixtral, phi3, qwen2, qwen3
 from engine.models.decoder import Decoder
 from engine.packed_weights import build_packed, build_private
 from engine.weight_source import DirectSource, NotedSource, WeightSource
-from engine.weights import Progress, default_cache_dir, open_weights
+from engine.weights import Progress, default_cache_dir, map_weights, open_weights
 from kernels.cpu.native import NativeKernels
 
 FAMILIES: Mapping[str, Callable[[ModelConfig, ModelKernels, WeightSource], Decoder]] = {
@@ -45,19 +45,24 @@ def load_model(
         except ModelError:
             raise
         except ValueError as error:
-            if kernels.quantization is None:
+            quantization = kernels.quantization or config.quantization_label
+            if quantization is None:
                 raise
-            raise ModelError(f"{config.path}: quantization = {kernels.quantization}: {error}") from error
+            raise ModelError(f"{config.path}: quantization = {quantization}: {error}") from error
         model.projections = tuple(noted.projections)
         return model
 
+    if config.quantization is not None and kernels.quantization is not None:
+        raise ModelError(
+            f"{config.path}: quantization = {kernels.quantization}: the checkpoint is quantized already "
+            f"({config.quantization_label})"
+        )
     if isinstance(kernels, NativeKernels):
         if digest is None:
-            return build_private(config.path, config.dtype, kernels, build)
+            return build_private(config, kernels, build)
         directory = cache_dir or default_cache_dir()
         return build_packed(
-            config.path,
-            config.dtype,
+            config,
             kernels,
             build,
             digest=digest,
@@ -65,7 +70,10 @@ def load_model(
             max_cache_bytes=packed_cache_bytes,
             progress=progress,
         )
-    weights = open_weights(config.path, config.dtype, progress=progress, cache_dir=cache_dir)
+    if config.quantization is None:
+        weights = open_weights(config.path, config.dtype, progress=progress, cache_dir=cache_dir)
+    else:
+        weights = map_weights(config.path, config.dtype, config.quantization)
     model = build(DirectSource(kernels, weights))
     weights.finish()
     return model

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODULE = "pagewire_kernels_cpu"
-ABI = 2
+ABI = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
 """Adapters on the native kernels: rows of one adapter are tasks of their own, for every projection in one call."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.packed import DTYPES, STRIP_ROWS, PackedWeight
+from kernels.cpu.packed_groups import PackedGroups
 from kernels.lora import Lora
 
 
@@ -27,10 +29,10 @@ def add_lora(ops: Any, y: Tensor, x: Tensor, change: Lora, *, strips: bool = Fal
     )
 
 
-def as_strips(weight: PackedWeight) -> PackedWeight:
+def as_strips(weight: PackedWeight | PackedGroups) -> PackedWeight | PackedGroups:
     """A packed gate and up projection as one whose columns are those of both, 16 by turns; `linear` takes it."""
     width = 2 * (-(-weight.num_out // STRIP_ROWS) * STRIP_ROWS)
-    return PackedWeight(weight.data, width, weight.num_in, weight.dtype, bias=weight.bias, scales=weight.scales)
+    return replace(weight, num_out=width, gated=False)
 
 
 def activate_strips(ops: Any, both: Tensor, num_out: int, activation: int, dtype: torch.dtype) -> Tensor:

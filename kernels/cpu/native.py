@@ -1,4 +1,4 @@
-"""The native kernel set for float32 and bfloat16 on the CPU: C++ in kernels/cpu/src, one op a file. Int8 weights too.
+"""The native kernel set for float32 and bfloat16 on the CPU: C++ in kernels/cpu/src, one op a file.
 
 Row-invariant by construction: an output element is one chain of fused multiply-adds over ascending k, attention reduces
 splits of 256 tokens in order (see ops/tiles.h, ops/attention.h), and no order depends on the number of rows or threads.
@@ -21,11 +21,15 @@ from kernels.cpu import packed
 from kernels.cpu.extension import Extension
 from kernels.cpu.lora import activate_strips, add_lora, as_strips
 from kernels.cpu.packed import DTYPES, PackedWeight
+from kernels.cpu.packed_groups import NUMBERS, PackedGroups, pack_groups
+from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
 from kernels.lora import Lora, add_to_embedding
 from kernels.paged import AttentionPlan, PagedBatch
 
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+
+NativeWeight = PackedWeight | PackedGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,16 @@ class NativeKernels:
         """Weights in tile order; see `packed.pack`."""
         return packed.pack(self._ops, weights, biases, gated=gated, int8=self.quantization is not None, out=out)
 
+    def pack_groups(
+        self, *weights: GroupedMatrix, dtype: torch.dtype, biases: Sequence[Tensor] = (), gated: bool = False
+    ) -> PackedGroups:
+        """What a checkpoint has quantized, in tile order, for input of `dtype`; see `packed_groups.pack_groups`."""
+        return pack_groups(self._ops, weights, dtype, biases, gated=gated)
+
     def linear(
         self,
         x: Tensor,
-        weight: Tensor | PackedWeight,
+        weight: Tensor | NativeWeight,
         bias: Tensor | None = None,
         *,
         residual: Tensor | None = None,
@@ -77,7 +87,7 @@ class NativeKernels:
     def gated_linear(
         self,
         x: Tensor,
-        weight: PackedWeight,
+        weight: NativeWeight,
         activation: Literal["silu", "gelu_tanh"],
         *,
         lora: Lora | None = None,
@@ -92,7 +102,7 @@ class NativeKernels:
         add_lora(self._ops, both, x, lora, strips=True)
         return activate_strips(self._ops, both, weight.num_out, _ACTIVATIONS[activation], x.dtype)
 
-    def logits(self, x: Tensor, weight: Tensor | PackedWeight, *, lora: Lora | None = None) -> Tensor:
+    def logits(self, x: Tensor, weight: Tensor | NativeWeight, *, lora: Lora | None = None) -> Tensor:
         """y = x Wᵀ in float32, not rounded before. x [M, K], W [V, K] -> [M, V]."""
         y = self._linear(x, self._pack_once(weight, None), None, 0, torch.float32)
         if lora is not None:
@@ -195,7 +205,7 @@ class NativeKernels:
         return tiled.soft_cap(x, cap)
 
     def embedding(
-        self, ids: Tensor, weight: Tensor | PackedWeight, scale: float | None = None, *, lora: Lora | None = None
+        self, ids: Tensor, weight: Tensor | NativeWeight, scale: float | None = None, *, lora: Lora | None = None
     ) -> Tensor:
         """Rows of `weight`, times `scale` rounded to its dtype. ids [T] -> [T, H]."""
         x = self._embedding(ids, weight, scale)
@@ -203,7 +213,7 @@ class NativeKernels:
             add_to_embedding(x, ids, lora, scale)
         return x
 
-    def _embedding(self, ids: Tensor, weight: Tensor | PackedWeight, scale: float | None) -> Tensor:
+    def _embedding(self, ids: Tensor, weight: Tensor | NativeWeight, scale: float | None) -> Tensor:
         if isinstance(weight, Tensor):
             return reference.embedding(ids, weight, scale)
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.num_out:
@@ -211,6 +221,15 @@ class NativeKernels:
         ids = ids.contiguous()
         out = torch.empty(ids.shape[0], weight.num_in, dtype=weight.dtype)
         rounded = 1.0 if scale is None else float(torch.tensor(scale).to(weight.dtype))
+        if isinstance(weight, PackedGroups):
+            if weight.order is not None:
+                raise ValueError("a weight whose columns are in another order is no embedding")
+            self._ops.embedding_grouped(
+                *(DTYPES[weight.dtype], NUMBERS[weight.kind], ids.data_ptr(), weight.data.data_ptr()),
+                *(weight.scales.data_ptr(), _address(weight.offsets), weight.group_size, out.data_ptr()),
+                *(ids.shape[0], weight.num_in, rounded),
+            )
+            return out
         self._ops.embedding(
             *(DTYPES[weight.dtype], ids.data_ptr(), weight.data.data_ptr(), _address(weight.scales), out.data_ptr()),
             *(ids.shape[0], weight.num_in, rounded),
@@ -259,13 +278,15 @@ class NativeKernels:
         return out
 
     def _linear(
-        self, x: Tensor, weight: PackedWeight, residual: Tensor | None, activation: int, out_type: torch.dtype
+        self, x: Tensor, weight: NativeWeight, residual: Tensor | None, activation: int, out_type: torch.dtype
     ) -> Tensor:
         if x.dtype != weight.dtype or x.shape[1] != weight.num_in or weight.gated != bool(activation):
             raise ValueError(
                 f"{x.dtype} rows of {x.shape[1]} don't fit a {'gated ' if weight.gated else ''}weight of "
                 f"{weight.dtype} [{weight.num_out}, {weight.num_in}]"
             )
+        if isinstance(weight, PackedGroups) and weight.order is not None:
+            x = x.index_select(1, weight.order)
         rows = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
         if residual is not None and residual.stride(1) != 1:
@@ -282,11 +303,16 @@ class NativeKernels:
                 out_type != x.dtype,
             ),
         )
-        data = (DTYPES[x.dtype], rows.data_ptr(), rows.stride(0), weight.data.data_ptr())
-        if weight.scales is None:
-            self._ops.linear(*data, *arguments)
+        data = (rows.data_ptr(), rows.stride(0), weight.data.data_ptr())
+        if isinstance(weight, PackedGroups):
+            groups = (weight.scales.data_ptr(), _address(weight.offsets), weight.group_size)
+            self._ops.linear_grouped(DTYPES[x.dtype], NUMBERS[weight.kind], *data, *groups, *arguments)
+        elif weight.scales is None:
+            self._ops.linear(DTYPES[x.dtype], *data, *arguments)
         else:
-            self._ops.linear_int8(*data, weight.scales.data_ptr(), *arguments, self.quantization == "w8a8")
+            self._ops.linear_int8(
+                DTYPES[x.dtype], *data, weight.scales.data_ptr(), *arguments, self.quantization == "w8a8"
+            )
         return out
 
     def _gated(self, gate: Tensor, up: Tensor, activation: int) -> Tensor:
@@ -299,8 +325,8 @@ class NativeKernels:
         )
         return out
 
-    def _pack_once(self, weight: Tensor | PackedWeight, bias: Tensor | None, *, plain: bool = False) -> PackedWeight:
-        if isinstance(weight, PackedWeight):
+    def _pack_once(self, weight: Tensor | NativeWeight, bias: Tensor | None, *, plain: bool = False) -> NativeWeight:
+        if isinstance(weight, NativeWeight):
             if bias is not None:
                 raise ValueError("a packed weight brings its own bias")
             return weight

@@ -104,12 +104,12 @@ def pack(
             2 if gated else 1,
         )
         strip += -(-rows.shape[0] // STRIP_ROWS)
-    bias = _by_row(biases, gated) if biases else None
-    return PackedWeight(data, num_out, num_in, dtype, gated, bias, _by_row(scales, gated) if int8 else None)
+    bias = by_row(biases, gated) if biases else None
+    return PackedWeight(data, num_out, num_in, dtype, gated, bias, by_row(scales, gated) if int8 else None)
 
 
-def _by_row(values: Sequence[Tensor], gated: bool) -> Tensor:
-    """Biases or scales in the order of the packed rows, padded to whole panels."""
+def by_row(values: Sequence[Tensor], gated: bool) -> Tensor:
+    """Biases or scales [rows] in the order of the packed rows, padded to whole panels."""
     if gated:
         length = _round_up(values[0].shape[0], STRIP_ROWS)
         strips = torch.zeros(length // STRIP_ROWS, 2, STRIP_ROWS)

@@ -106,7 +106,7 @@ def test_kv_config_tells_apart_what_changes_kv_values(tiny_model: Tiny, tmp_path
         ({"num_key_value_heads": 3}, "4 heads over 3 kv heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is set"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits is None; supported: 4, 8"),
     ],
 )
 def test_what_can_not_be_served(tiny_model: Tiny, tmp_path: Path, values: dict[str, Any], message: str) -> None:

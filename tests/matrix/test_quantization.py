@@ -15,6 +15,7 @@ from pagewire.v1 import prefill_pb2
 from router.request import GenerateCall, TokenPrompt
 from tests.decode_svc.harness import cluster, greedy, make_engine, random_prompt
 from tests.matrix.system import in_one_process, system
+from tests.quantized_checkpoints import gptq, quantized_copy
 
 KERNELS = "native" if cpu.available() else "torch"
 PROMPT = random_prompt(21, seed=1)
@@ -26,10 +27,16 @@ WORK = {
 }
 
 
-@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
-async def test_quantized_output_is_the_same_on_every_path(tiny_model: Callable[..., Path], quantization: str) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "w8a8", "gptq"])
+async def test_quantized_output_is_the_same_on_every_path(
+    tiny_model: Callable[..., Path], tmp_path: Path, quantization: str
+) -> None:
     model = tiny_model("llama")
-    options: dict[str, Any] = {"quantization": quantization, "kernels": KERNELS}
+    options: dict[str, Any] = {"kernels": KERNELS}
+    if quantization == "gptq":
+        model, _ = quantized_copy(model, tmp_path, gptq(group_size=-1, act_order=True))
+    else:
+        options["quantization"] = quantization
     engine = make_engine(model, enable_prefix_caching=False, **options)
     expected = {name: in_one_process(engine, {name: (PROMPT, params)})[name] for name, params in WORK.items()}
     engine.close()

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 enum DType : int { FLOAT32 = 0, BFLOAT16 = 1 };
+enum Numbers : int { INT4 = 0, INT8 = 1, FP8 = 2 };  // of a weight with a scale for each group of columns (grouped.h)
 enum Activation : int { NO_ACTIVATION = 0, SILU_AND_MUL = 1, GELU_TANH_AND_MUL = 2 };
 
 // One thread's view of a parallel region. `counter` starts at 0 and deals out the region's tasks.
@@ -28,6 +29,23 @@ struct LinearArgs {
   bool float32_out;  // write float32 whatever x is (logits)
   const float* scales;    // int8 weights: of each packed column; null: the weight is of x's type
   const float* x_scales;  // x int8 too: of each row, null: x is of the result's type
+};
+
+// The same over a weight of 4 or 8 bit numbers with scales for each `group` of k (grouped.h).
+struct GroupedArgs {
+  LinearArgs linear;
+  int numbers;
+  int64_t group, num_groups;  // k in a group: 32, 64 or whole blocks; the groups cover whole blocks
+  const float* scales;        // [panels, groups, 32]
+  const float* offsets;       // the same; null: none
+  const float* x_sums;        // [m, groups], of x over each group; only with offsets
+};
+
+// sums[row, g] = the sum of x over the k of group g.
+struct GroupSumsArgs {
+  const void* x;
+  float* sums;
+  int64_t num_rows, size, x_stride, group, num_groups;
 };
 
 // Rows of `size` to int8, each with a scale (int8.h). out_stride: whole blocks of 64.
@@ -135,4 +153,13 @@ struct EmbeddingArgs {
   int64_t num_tokens, k;
   float scale;          // 1: as they are
   const float* scales;  // int8 weights: of each row
+};
+
+// Rows of a grouped weight, times `scale`.
+struct GroupedEmbeddingArgs {
+  EmbeddingArgs embedding;
+  int numbers;
+  int64_t group, num_groups;
+  const float* scales;
+  const float* offsets;
 };

@@ -22,6 +22,9 @@ struct OpsOfType {
   Op<LinearArgs> linear_w8a8;
   Op<QuantizeArgs> quantize;
   Op<EmbeddingArgs> embedding_int8;
+  Op<GroupedArgs> linear_grouped;
+  Op<GroupSumsArgs> group_sums;
+  Op<GroupedEmbeddingArgs> embedding_grouped;
 };
 
 struct Kernels {

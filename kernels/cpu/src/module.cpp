@@ -19,7 +19,7 @@ namespace {
 typedef uintptr_t Address;
 
 constexpr int64_t SMALL = 1 << 15;  // an op that touches fewer numbers runs on the caller's thread: waking others costs more
-constexpr int64_t PANEL = 32, BLOCK_BYTES = 2048, SPLIT = 256, TILE_TARGET = 64, INT8_DEPTH = 64;  // of ops/tiles.h and ops/attention.h
+constexpr int64_t PANEL = 32, BLOCK_BYTES = 2048, SPLIT = 256, TILE_TARGET = 64, INT8_DEPTH = 64, INT4_DEPTH = 128;  // of ops/tiles.h and ops/attention.h
 
 const Kernels* active = nullptr;
 
@@ -64,13 +64,18 @@ void use(const std::string& name) {
 
 int64_t element_size(int dtype) { return dtype == BFLOAT16 ? 2 : 4; }
 
-// The rows, `depth` long, what is beyond k zero; in the pool's shared memory.
-char* padded_rows(const char* x, int64_t x_stride, int64_t m, int64_t k, int64_t depth, int64_t size) {
-  char* padded = Pool::instance().shared(m * depth * size);
+// The rows, `depth` long, what is beyond k zero.
+void pad_rows(const char* x, int64_t x_stride, int64_t m, int64_t k, int64_t depth, int64_t size, char* padded) {
   for (int64_t row = 0; row < m; ++row) {
     std::memcpy(padded + row * depth * size, x + row * x_stride * size, k * size);
     std::memset(padded + (row * depth + k) * size, 0, (depth - k) * size);
   }
+}
+
+// ... in the pool's shared memory.
+char* padded_rows(const char* x, int64_t x_stride, int64_t m, int64_t k, int64_t depth, int64_t size) {
+  char* padded = Pool::instance().shared(m * depth * size);
+  pad_rows(x, x_stride, m, k, depth, size, padded);
   return padded;
 }
 
@@ -111,6 +116,33 @@ void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address
     args.x_stride = depth;
   }
   run(ops(dtype).linear_int8, args, wide);
+}
+
+// A weight with scales for each `group` of k, all groups covering whole blocks; `offsets`: 0 or as many.
+void linear_grouped(int dtype, int numbers, Address x, int64_t x_stride, Address weight, Address scales, Address offsets,
+                    int64_t group, Address bias, Address residual, int64_t residual_stride, Address out, int64_t out_stride,
+                    int64_t m, int64_t n_out, int64_t k, int activation, bool float32_out) {
+  std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
+  const int64_t block = numbers == INT4 ? INT4_DEPTH : INT8_DEPTH, depth = (k + block - 1) / block * block;
+  const int64_t num_groups = (depth + group - 1) / group, size = element_size(dtype);
+  // Padded rows and sums share the pool's shared memory: asking for it twice would give the same.
+  const int64_t row_bytes = k == depth ? 0 : m * depth * size, sum_bytes = offsets ? m * num_groups * (int64_t)sizeof(float) : 0;
+  char* shared = Pool::instance().shared(row_bytes + sum_bytes);
+  float* sums = reinterpret_cast<float*>(shared + row_bytes);
+  if (offsets) {
+    const GroupSumsArgs args{at(x), sums, m, k, x_stride, group, num_groups};
+    run(ops(dtype).group_sums, args, m > 1 && m * k >= SMALL);
+  }
+  if (row_bytes) {
+    pad_rows(at<char>(x), x_stride, m, k, depth, size, shared);
+    x = reinterpret_cast<Address>(shared);
+    x_stride = depth;
+  }
+  const LinearArgs linear{at(x), at<char>(weight), at<float>(bias), at(residual), at(out),    m,           n_out,
+                          k,     x_stride,         residual_stride, out_stride,   activation, float32_out, nullptr,
+                          nullptr};
+  const GroupedArgs args{linear, numbers, group, num_groups, at<float>(scales), at<float>(offsets), offsets ? sums : nullptr};
+  run(ops(dtype).linear_grouped, args, m * n_out * k >= SMALL);
 }
 
 void attention(int dtype, Address q, int64_t q_stride, Address k_cache, int64_t k_block_stride, int64_t k_head_stride,
@@ -196,6 +228,15 @@ void embedding(int dtype, Address ids, Address weight, Address scales, Address o
   run(scales ? ops(dtype).embedding_int8 : ops(dtype).embedding, args, num_tokens * k >= SMALL);
 }
 
+void embedding_grouped(int dtype, int numbers, Address ids, Address weight, Address scales, Address offsets, int64_t group,
+                       Address out, int64_t num_tokens, int64_t k, float scale) {
+  const int64_t block = numbers == INT4 ? INT4_DEPTH : INT8_DEPTH, depth = (k + block - 1) / block * block;
+  const EmbeddingArgs embedding{at<int64_t>(ids), at<char>(weight), at(out), num_tokens, k, scale, nullptr};
+  const GroupedEmbeddingArgs args{embedding,         numbers, group, (depth + group - 1) / group, at<float>(scales),
+                                  at<float>(offsets)};
+  run(ops(dtype).embedding_grouped, args, num_tokens * k >= SMALL);
+}
+
 void gated_strips(int dtype, Address both, int64_t both_stride, Address out, int64_t out_stride, int64_t num_rows, int64_t size,
                   int activation) {
   const GatedStripsArgs args{at<float>(both), at(out), num_rows, size, both_stride, out_stride, activation};
@@ -220,7 +261,7 @@ void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num
 
 NB_MODULE(pagewire_kernels_cpu, m) {
   m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
-  m.attr("ABI") = 2;
+  m.attr("ABI") = 3;
   m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
   m.def("use", &use, "pick the instruction set that the ops run on");
   m.def("configure", [](int num_threads, std::vector<int> cpus, int64_t spin_ns) {
@@ -233,6 +274,8 @@ NB_MODULE(pagewire_kernels_cpu, m) {
   m.def("pack", &pack, unlocked);
   m.def("linear", &linear, unlocked);
   m.def("linear_int8", &linear_int8, unlocked);
+  m.def("linear_grouped", &linear_grouped, unlocked);
+  m.def("embedding_grouped", &embedding_grouped, unlocked);
   m.def("attention", &attention, unlocked);
   m.def("rms_norm", &rms_norm, unlocked);
   m.def("rope", &rope, unlocked);

@@ -20,10 +20,10 @@ template <typename T>
 struct Int8Plan {
   int64_t num_panels, num_blocks, panels_per_task, row_block, num_row_blocks, num_tasks;
 
-  Int8Plan(const LinearArgs& a, int64_t num_threads, bool once) {
+  Int8Plan(const LinearArgs& a, int64_t num_threads, bool once, int64_t block_depth = DEPTH_INT8) {
     const int64_t columns = a.activation ? 2 * round_up(a.n_out, 16) : a.n_out;
     num_panels = round_up(columns, PANEL) / PANEL;
-    num_blocks = round_up(a.k, DEPTH_INT8) / DEPTH_INT8;
+    num_blocks = round_up(a.k, block_depth) / block_depth;
     const int64_t least = (a.m + ROW_BLOCK - 1) / ROW_BLOCK;
     row_block = smaller(a.m, round_up((a.m + least - 1) / least, ROW_STEP));
     num_row_blocks = (a.m + row_block - 1) / row_block;

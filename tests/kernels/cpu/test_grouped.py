@@ -1,0 +1,179 @@
+"""Weights with scales for groups of columns: within float32's error of the oracle, rows the same in any company."""
+
+import itertools
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.cpu
+from kernels import reference
+from kernels.cpu.native import NativeKernels
+from kernels.cpu.packed_groups import PackedGroups
+from kernels.grouped import GroupedMatrix, Numbers
+from tests.kernels.cpu.harness import DTYPES, UNIT, assert_same_bits, assert_within, case, normal
+
+SHAPES = [  # rows, columns, depth, group: panels, blocks and groups whole and not, groups over pieces of 256 and within
+    (1, 1, 8, 32), (1, 33, 128, 128), (2, 15, 200, 64), (3, 300, 96, 32), (4, 32, 640, 384), (6, 40, 896, 896),
+    (7, 64, 257, 64), (13, 17, 384, 128), (65, 130, 160, 32), (300, 40, 1664, 640), (40, 33, 520, 4096),
+]  # fmt: skip
+KINDS: tuple[Numbers, ...] = ("int4", "int8", "fp8")
+Act = Literal["silu", "gelu_tanh"]
+
+
+def matrix(
+    kind: Numbers, rows: int, columns: int, group: int, *, seed: int, offsets: bool = True, order: bool = False
+) -> GroupedMatrix:
+    """Random numbers of every value, with scales that differ and offsets as zero points make them."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "fp8":
+        codes = torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.int16)
+        numbers = codes.where(codes % 128 != 127, 0).to(torch.uint8).view(torch.float8_e4m3fn)
+    else:
+        limit = 8 if kind == "int4" else 128
+        numbers = torch.randint(-limit, limit, (rows, columns), generator=generator, dtype=torch.int8)
+    size = (rows, -(-columns // group))
+    largest = 100 if kind == "fp8" else limit
+    scales = (torch.rand(size, generator=generator) + 0.5) * columns**-0.5 / largest
+    zeros = torch.randint(-7, 9, size, generator=generator)
+    return GroupedMatrix(
+        kind, numbers, scales, group, -zeros * scales if offsets else None,
+        torch.randperm(columns, generator=generator) if order else None,
+    )  # fmt: skip
+
+
+def pack(native: NativeKernels, *weights: GroupedMatrix, dtype: torch.dtype, **more: object) -> PackedGroups:
+    return native.pack_groups(*weights, dtype=dtype, **more)  # type: ignore[arg-type]
+
+
+def product(x: Tensor, weight: GroupedMatrix) -> tuple[Tensor, Tensor]:
+    """x Wᵀ in float64, and the error of float32's chain: numbers and offsets are added apart, so each counts whole."""
+    wide = weight.dequantized().double()
+    order = torch.arange(weight.shape[1]) if weight.order is None else weight.order
+    groups = torch.arange(weight.shape[1]) // weight.group_size
+    parts = weight.numbers.double().abs() * weight.scales.double()[:, groups]
+    if weight.offsets is not None:
+        parts += weight.offsets.double().abs()[:, groups]
+    magnitude = x.double().abs()[:, order] @ parts.T
+    return x.double() @ wide.T, magnitude * (UNIT[torch.float32] * (float(x.shape[1]) ** 0.5 + 10)) + 1e-30
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agrees_with_the_dequantized_weight(native: NativeKernels, kind: Numbers) -> None:
+    for number, (dtype, (rows, columns, depth, group)) in enumerate(itertools.product(DTYPES, SHAPES)):
+        weight = matrix(kind, columns, depth, group, seed=2, offsets=number % 3 > 0, order=number % 4 == 1)
+        x = normal(rows, depth, dtype=dtype, seed=1)
+        bias, residual = normal(columns, dtype=dtype, seed=3), normal(rows, columns, dtype=dtype, seed=4)
+        expected, error = product(x, weight)
+        with case(dtype, rows, columns, depth, group):
+            assert_within(native.logits(x, pack(native, weight, dtype=dtype)), expected, error)
+            expected = expected + bias.double() + residual.double()
+            error = error + UNIT[torch.float32] * 4 * (bias.double().abs() + residual.double().abs())
+            result = native.linear(x, pack(native, weight, dtype=dtype, biases=[bias]), residual=residual)
+            assert_within(result, expected, error + UNIT[dtype] * expected.abs() * 1.01)
+
+
+def test_every_number_is_exact(native: NativeKernels) -> None:
+    """One column at a time: a product of one number, its scale and 1 is what the oracle has, to the bit."""
+    for dtype, kind in itertools.product(DTYPES, KINDS):
+        weight = matrix(kind, 300, 128, 128, seed=1, offsets=False)
+        for rows in (1, 128):  # from registers and from scratch
+            result = native.logits(torch.eye(128, dtype=dtype)[:rows], pack(native, weight, dtype=dtype))
+            with case(dtype, kind, rows):
+                assert torch.equal(result, weight.dequantized().T[:rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_in_any_company(native: NativeKernels, kind: Numbers) -> None:
+    for dtype, (depth, group) in itertools.product(DTYPES, ((64, 32), (200, 64), (1664, 640), (1024, 128))):
+        stored = matrix(kind, 80, depth, group, seed=2, order=group == 64)
+        weight = pack(native, stored, dtype=dtype, biases=[normal(80, dtype=dtype, seed=3)])
+        x = normal(300, depth, dtype=dtype, seed=1)
+        alone = torch.cat([native.linear(x[i : i + 1], weight) for i in range(34)])
+        with case(dtype, depth, group):
+            for count in (2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32, 33):
+                assert_same_bits(native.linear(x[:count], weight), alone[:count])
+                assert_same_bits(native.linear(x[34 - count : 34], weight), alone[34 - count :])
+            assert_same_bits(native.linear(x, weight)[:34], alone)
+
+
+def test_gated_activation(native: NativeKernels) -> None:
+    """Against the oracle's gate and up, whose errors the activation's slope (below 1.2) passes on."""
+    activations: tuple[Act, ...] = ("silu", "gelu_tanh")
+    shapes = ((1, 16, 64), (5, 50, 96), (40, 112, 640))
+    for dtype, activation, (rows, columns, depth) in itertools.product(DTYPES, activations, shapes):
+        oracle = reference.silu_and_mul if activation == "silu" else reference.gelu_tanh_and_mul
+        x = normal(rows, depth, dtype=dtype, seed=1, scale=4)
+        pair = [matrix("int4", columns, depth, 32, seed=s, offsets=s == 2) for s in (2, 3)]
+        biases = [normal(columns, dtype=dtype, seed=s) for s in (4, 5)]
+        (gate, gate_error), (up, up_error) = (product(x, weight) for weight in pair)
+        gate, up = gate + biases[0].double(), up + biases[1].double()
+        expected = oracle(gate, up)
+        error = 1.2 * (gate_error + 1e-6) * up.abs() + (up_error + 1e-6) * gate.abs() + 1e-6
+        with case(dtype, activation, rows, columns, depth):
+            packed = pack(native, *pair, dtype=dtype, biases=biases, gated=True)
+            result = native.gated_linear(x, packed, activation)
+            assert_within(result, expected, error + UNIT[dtype] * expected.abs() * 1.01)
+
+
+def test_weights_packed_together_are_one_below_the_other(native: NativeKernels) -> None:
+    dtype = torch.bfloat16
+    x = normal(9, 96, dtype=dtype, seed=1)
+    for sizes in ((32, 16, 16), (7, 40, 3)):
+        weights = [matrix("int4", n, 96, 32, seed=n, offsets=n != 16) for n in sizes]
+        biases = [normal(n, dtype=dtype, seed=100 + n) for n in sizes]
+        together = native.linear(x, pack(native, *weights, dtype=dtype, biases=biases))
+        pairs = zip(weights, biases, strict=True)
+        apart = [native.linear(x, pack(native, w, dtype=dtype, biases=[b])) for w, b in pairs]
+        assert_same_bits(together, torch.cat(apart, dim=1))
+
+
+def test_threads_and_layout_of_the_input_change_nothing(native: NativeKernels) -> None:
+    dtype = torch.bfloat16
+    weight = pack(native, matrix("int4", 700, 96, 32, seed=2), dtype=dtype)
+    x = normal(40, 200, dtype=dtype, seed=1)[:, 3:99]
+    two = native.linear(x, weight)
+    assert_same_bits(native.linear(x.contiguous(), weight), two)
+    assert_same_bits(native.linear(x.T.contiguous().T, weight), two)
+    for num_threads in (1, 3):
+        kernels.cpu.load().configure_threads(num_threads)
+        assert_same_bits(native.linear(x, weight), two)
+
+
+def test_what_is_not_finite_spoils_its_row_alone(native: NativeKernels) -> None:
+    weight = pack(native, matrix("int4", 40, 100, 32, seed=2), dtype=torch.float32)
+    x = normal(9, 100, dtype=torch.float32, seed=1)
+    clean = native.linear(x, weight)
+    others = [i for i in range(9) if i != 4]
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        x[4, 70] = poison
+        spoilt = native.linear(x, weight)
+        assert not spoilt[4].isfinite().any()
+        assert_same_bits(spoilt[others], clean[others])
+
+
+def test_embedding_reads_the_packed_weight(native: NativeKernels) -> None:
+    ids = torch.tensor([0, 99, 31, 32, 15, 16, 31])
+    for dtype, kind, (depth, group) in itertools.product(DTYPES, KINDS, ((64, 64), (130, 32))):
+        weight = matrix(kind, 100, depth, group, seed=1)
+        packed = pack(native, weight, dtype=dtype)
+        for scale in (None, 25.3):
+            factor = 1.0 if scale is None else torch.tensor(scale).to(dtype).float()
+            expected = (weight.dequantized()[ids] * factor).to(dtype)
+            with case(dtype, kind, depth, scale):
+                assert_same_bits(native.embedding(ids, packed, scale), expected)
+
+
+def test_what_does_not_fit_together_is_refused(native: NativeKernels) -> None:
+    plain = matrix("int4", 16, 64, 32, seed=1)
+    for other, reason in (
+        (matrix("int8", 16, 64, 32, seed=1), "one kind of numbers, group size"),
+        (matrix("int4", 16, 64, 64, seed=1), "one kind of numbers, group size"),
+        (matrix("int4", 16, 64, 32, seed=1, order=True), "columns in one order"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            pack(native, plain, other, dtype=torch.float32)
+    reordered = pack(native, matrix("int4", 16, 64, 32, seed=1, order=True), dtype=torch.float32)
+    with pytest.raises(ValueError, match="is no embedding"):
+        native.embedding(torch.tensor([0]), reordered)
