@@ -208,10 +208,11 @@ class EngineHost(Generic[T]):
         return await run_to_the_end(self._peer_threads, function, *arguments, on_cancel=on_cancel)
 
     async def reset_prefix_cache(self) -> int:
-        """Forgets all cached blocks that nobody references, in every tier."""
-        num_blocks = await self.in_thread(self.engine.reset_prefix_cache)
-        self.flush_events()
-        return num_blocks
+        """Forgets all cached blocks that nobody references, in every tier; raises StoreError as `KvTiers.clear`."""
+        try:
+            return await self.in_thread(self.engine.reset_prefix_cache)
+        finally:
+            self.flush_events()
 
     def flush_events(self) -> None:
         """Publishes what changed in the cache. Only ever called on the event loop, so events stay in order."""

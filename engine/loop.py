@@ -184,7 +184,10 @@ class EngineLoop:
             error_id = new_error_id()
             logger.exception("a step failed; its requests are given up", extra={"error_id": error_id})
             output = _named(self._engine.fail_step(f"{type(error).__name__}: {error}"), error_id)
-        self._deliver(replace(output, seconds=time.perf_counter() - started_at))
+        seconds = time.perf_counter() - started_at
+        if self._engine.tiers is not None:
+            self._engine.tiers.observe_prefill(output.num_prefill_tokens, seconds)
+        self._deliver(replace(output, seconds=seconds))
 
     def _deliver(self, output: StepOutput) -> None:
         try:

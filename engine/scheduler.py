@@ -298,6 +298,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         self._tables.free(sequence)
+        sequence.asked_store = False
         if sequence.is_running:
             self._queues.wait(sequence)
 

@@ -39,7 +39,7 @@ class Sequence:
     With `wants_prompt_logprobs` the prompt is computed here in full, whatever is cached; each step leaves those of the
     tokens behind the computed ones in `new_prompt_logprobs`. `drafts`: see
     `engine.speculation`. `load`: blocks that come from a tier, to follow those in the table; `loaded_tokens` says how
-    many of `num_cached_tokens` came from which tier.
+    many of `num_cached_tokens` came from which tier; `asked_store`: the shared store is asked once each time it waits.
     """
 
     request: EngineRequest
@@ -55,6 +55,7 @@ class Sequence:
     num_cached_tokens: int = 0
     loaded_tokens: tuple[tuple[str, int], ...] = ()
     load: TierLoad | None = None
+    asked_store: bool = False
     is_running: bool = False
     fair_tag: int = 0
     attempt: "Attempt | None" = None

@@ -10,9 +10,7 @@ from engine.block_tables import BlockTables
 from engine.kv_cache import KvCache
 from engine.sequence import Sequence
 from engine.tiers.kv_tiers import KvTiers
-from engine.tiers.tier import TierName
-
-TIER_NAMES: tuple[TierName, ...] = ("host", "disk")
+from engine.tiers.load import SOURCE_NAMES
 
 
 class TierLoads:
@@ -45,8 +43,9 @@ class TierLoads:
             self._tables.free(sequence)
             self._held_up.add(sequence)
             return True
-        sequence.load = self._tiers.start_load(keys, sequence.token_ids, start)
+        sequence.load = self._tiers.start_load(keys, sequence.token_ids, start, ask_store=not sequence.asked_store)
         if sequence.load is not None:
+            sequence.asked_store = sequence.asked_store or bool(sequence.load.rest)
             self._loading[keys[start]] = sequence
         return sequence.load is not None
 
@@ -73,5 +72,5 @@ class TierLoads:
         size = self._cache.block_size
         self._tables.commit(sequence, len(sequence.block_table) * size)
         sequence.num_cached_tokens = sequence.num_computed_tokens
-        counts = [(name, load.num_blocks_of(name) * size) for name in TIER_NAMES]
+        counts = [(name, load.num_blocks_of(name) * size) for name in SOURCE_NAMES]
         sequence.loaded_tokens = tuple((name, num) for name, num in counts if num)

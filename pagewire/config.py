@@ -109,12 +109,12 @@ def options_from_flags(cls: type[OptionsT], flags: Mapping[str, object]) -> Opti
 
 
 def to_toml(config: ProcessConfig, *, show_secrets: bool = False) -> str:
-    """All options as TOML that `load_config` reads back; a password in the Redis URL is hidden unless asked for."""
+    """All options as TOML that `load_config` reads back; a password in a Redis URL is hidden unless asked for."""
     lines = []
     for name, value in sorted(_flat(config).items()):
         if value is None:
             continue
-        if name == "redis_url" and not show_secrets:
+        if name in ("redis_url", "kv_store_url") and not show_secrets:
             value = re.sub(r"(?<=:)[^:@/]+(?=@)", "***", str(value))
         if name in GIB_OPTIONS:
             value = f"{value}B"  # a plain number would be GiB

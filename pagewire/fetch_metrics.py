@@ -6,7 +6,7 @@ _LABELS = ("model_name",)
 
 
 class FetchMetrics:
-    """Of one worker. Sources: "local_device", "local_host", "local_disk", "remote_prefill", "remote_decode"."""
+    """Of one worker. Sources: local_device, local_host, local_disk, store, remote_prefill, remote_decode."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -39,6 +39,10 @@ class FetchMetrics:
     def hit(self, source: str, num_tokens: int) -> None:
         """Counts tokens that need not be computed."""
         self._hit_tokens.labels(self._name, source).inc(num_tokens)
+
+    def loaded(self, tier: str, num_tokens: int) -> None:
+        """Counts tokens that came from a tier below the device; the store is nobody's own."""
+        self.hit(tier if tier == "store" else f"local_{tier}", num_tokens)
 
     def admitted(self, num_cached_tokens: int, num_fetched_tokens: int) -> None:
         """Counts what of a request's cached tokens was on the device before; the others are counted as they come."""

@@ -215,12 +215,15 @@ class WorkerMetrics:
         self.deadlines_exceeded = counter("pagewire:deadlines_exceeded", "Requests whose time was over on this worker.")
         self.num_tickets = gauge("pagewire:num_tickets", "Tickets that exist.")
         self._tier_blocks = Gauge(
-            "pagewire:kv_tier_blocks", "KV blocks below the pool, by tier.", (*_LABELS, "tier"), registry=registry
+            "pagewire:kv_tier_blocks",
+            "KV blocks below the pool, by tier; the store's are all workers'.",
+            (*_LABELS, "tier"),
+            registry=registry,
         )
         self._tier_events = Counter(
             "pagewire:kv_tier_events",
             "Blocks of a tier: stored, evicted, lost (gone before they were written back), failed (to be written) or "
-            "corrupt.",
+            "corrupt; declined: computing was cheaper than loading. Of the store failed counts questions.",
             (*_LABELS, "tier", "event"),
             registry=registry,
         )

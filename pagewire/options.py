@@ -53,6 +53,13 @@ def _check_redis_url(value: object) -> object:
     return value
 
 
+def _database(url: str) -> tuple[str, str, str]:
+    """Where a Redis URL leads, whoever logs in there."""
+    parts = urlsplit(url)
+    hosts = parts.netloc.rpartition("@")[2]
+    return hosts if ":" in hosts or not hosts else f"{hosts}:6379", parts.path.strip("/") or "0", parts.query
+
+
 def _check_speculative(value: str) -> str:
     SpeculativeConfig.parse(value)
     return value
@@ -66,7 +73,7 @@ ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
 GibCount = Annotated[int, BeforeValidator(parse_gib)]
 """Bytes in the end; what is given is GiB unless it has a unit."""
-GIB_OPTIONS = frozenset({"kv_offloading_size", "kv_disk_size"})
+GIB_OPTIONS = frozenset({"kv_offloading_size", "kv_disk_size", "kv_store_size"})
 Endpoints = Annotated[tuple[Annotated[str, BeforeValidator(_check_endpoint)], ...], BeforeValidator(_split_commas)]
 RedisUrl = Annotated[str, BeforeValidator(_check_redis_url)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -173,6 +180,20 @@ class EngineOptions(_Frozen):
     kv_disk_size: Annotated[GibCount, Field(ge=1)] | None = option(
         None, "Most a process writes there, in GiB; 512MiB works too.", panel=_PREFIX_CACHE, metavar="GIB"
     )
+    kv_store_url: RedisUrl | None = option(
+        None,
+        "Redis or Valkey that all workers of a model share as the lowest tier of the prefix cache: a server of its "
+        "own, or at least another database than the index's.",
+        panel=_PREFIX_CACHE,
+        metavar="URL",
+        shown_default="off",
+    )
+    kv_store_size: Annotated[GibCount, Field(ge=1)] | None = option(
+        None,
+        "Most that all workers of a model together keep there, in GiB; 512MiB works too.",
+        panel=_PREFIX_CACHE,
+        metavar="GIB",
+    )
     cpu_threads: int = option(0, "Threads of the kernels; 0 takes all CPUs.", panel=_ENGINE, metavar="N", ge=0, le=1024)
     kv_pool_backing: Literal["private", "memfd"] = option(
         "private", "Memory of the pool; memfd can be mapped by other processes (for shm_map).", panel=_ENGINE
@@ -214,7 +235,9 @@ class EngineOptions(_Frozen):
     def _check_tiers(self) -> Self:
         if (self.kv_disk_path is None) != (self.kv_disk_size is None):
             raise ValueError("kv_disk_path and kv_disk_size must be given together")
-        for name in ("kv_offloading_size", "kv_disk_path"):
+        if (self.kv_store_url is None) != (self.kv_store_size is None):
+            raise ValueError("kv_store_url and kv_store_size must be given together")
+        for name in ("kv_offloading_size", "kv_disk_path", "kv_store_url"):
             if getattr(self, name) is not None and not self.enable_prefix_caching:
                 raise ValueError(f"{name} needs enable_prefix_caching: a tier holds cached blocks")
         return self
@@ -328,6 +351,13 @@ class WorkerConfig(ProcessConfig):
         256, "Requests that may wait; more are refused with a time to retry.", panel=_LIMITS, metavar="N", ge=1
     )
     max_queued_tokens: int = option(1_000_000, "Prompt tokens that may wait.", panel=_LIMITS, metavar="TOKENS", ge=1)
+
+    @model_validator(mode="after")
+    def _check_store(self) -> Self:
+        store = self.engine.kv_store_url
+        if store is not None and self.redis_url is not None and _database(store) == _database(self.redis_url):
+            raise ValueError("kv_store_url must name another server, or at least another database, than redis_url")
+        return self
 
     @model_validator(mode="after")
     def _check_holds(self) -> Self:

@@ -13,7 +13,7 @@ class Candidate:
     """One worker as the policy sees it.
 
     `num_hit_blocks` leading blocks of this prompt lie in its cache, of which `num_lower_blocks` (by tier: "host",
-    "disk", "store") lie below the device, and `num_fetchable_blocks` in that of some worker whose KV fits (it may be
+    "disk") lie below the device, and `num_fetchable_blocks` in that of some worker whose KV fits (it may be
     this one): what lies between the two can be fetched instead of computed. `serves_model` is False if it serves
     another model; `has_adapter` False if it lacks the request's, `loads_adapter` True if that is not on its device.
     `last_chosen` is a counter's value at the last choice, 0 for never.
@@ -68,7 +68,7 @@ class Weights:
     # An adapter that has to be copied to the device, where it may displace another one.
     loaded_adapter: float = 64.0
     # A token that is cached in a lower tier, by tier, instead of one that must be computed.
-    tier_token: Mapping[str, float] = field(default_factory=lambda: {"host": 0.1, "disk": 0.25, "store": 0.5})
+    tier_token: Mapping[str, float] = field(default_factory=lambda: {"host": 0.1, "disk": 0.25})
 
 
 def uncached_tokens(candidate: Candidate, num_prompt_tokens: int) -> int:

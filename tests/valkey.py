@@ -37,9 +37,23 @@ class Server:
         self._process.kill()
         self._process.stop()
 
+    @property
+    def pid(self) -> int:
+        """Of the server itself, for SIGSTOP and SIGCONT."""
+        return self._process.pid
+
     def restart(self) -> None:
         """An empty server on the same port."""
         self._process = EmbeddedValkey.start(self.port, program=self._program, arguments=self._arguments)
+
+    def fill(self, size: int) -> int:
+        """Sets values of so many bytes until the server's maxmemory is reached; returns how many there are then."""
+        for number in range(100_000):
+            try:
+                self.command("SET", f"theirs{number}", b"x" * size)
+            except redis.OutOfMemoryError:
+                return number
+        raise AssertionError("the server has no limit")
 
     def command(self, *words: str | bytes | int) -> object:
         """Runs one command on a connection of its own."""

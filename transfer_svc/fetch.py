@@ -109,7 +109,7 @@ class PrefixFetcher:
         """Learns what computing costs, and counts what tiers brought."""
         self.metrics.computed_tokens.inc(step.num_prefill_tokens)
         for _, tier, num_tokens in step.loaded:
-            self.metrics.hit(f"local_{tier}", num_tokens)
+            self.metrics.loaded(tier, num_tokens)
         self.rates.prefill.observe(step.num_prefill_tokens, step.seconds)
 
     def wants(self, sources: Sequence[PrefixSource]) -> bool:
@@ -178,7 +178,7 @@ class PrefixFetcher:
     def count_loaded(self, prefix: VerifiedPrefix) -> None:
         """Counts what came from this worker's tiers."""
         for tier, num_tokens in prefix.loaded:
-            self.metrics.hit(f"local_{tier}", num_tokens)
+            self.metrics.loaded(tier, num_tokens)
 
     async def _wait_for_flights(self, prefix: VerifiedPrefix) -> None:
         """Equal prompts come in bursts: the first one fetches, the others wait as long as it may take."""

@@ -16,8 +16,9 @@ from typing import Any
 from engine.host import EngineHost
 from engine.request import AdapterId
 from engine.tiers.tier import Tier
+from kvstore.block_store import StoreError
 from kvstore.tier_block import owner_of
-from pagewire.errors import NotFound, ResourceExhausted
+from pagewire.errors import NotFound, ResourceExhausted, Unavailable
 from pagewire.prefix_control import Holding, Moved, Prefix
 from pagewire.worker_view import PrefixSource
 from transfer_svc.fetch import PrefixFetcher
@@ -157,8 +158,12 @@ class WorkerPrefixes:
         """On a thread: a disk may have to be waited for."""
         self._host.flush_events()
         tiers = self._host.engine.tiers
-        num_blocks: int = 0 if tiers is None else await self._host.in_thread(partial(forget, tiers))
-        self._host.flush_events()
+        try:
+            num_blocks: int = 0 if tiers is None else await self._host.in_thread(partial(forget, tiers))
+        except StoreError as error:
+            raise not_erased(error) from None
+        finally:
+            self._host.flush_events()
         return num_blocks
 
     def _tiers(self) -> tuple[Tier, ...]:
@@ -171,6 +176,11 @@ class WorkerPrefixes:
         pin = self._pins.get(keys[-1])
         pinned = {} if pin is None else {"device": len(pin.block_ids), **dict(pin.tiers)}
         return Holding({"device": self._depth(keys)} | {t.name: t.depth(keys) for t in self._tiers()}, pinned)
+
+
+def not_erased(error: StoreError) -> Unavailable:
+    """What this worker had is forgotten, what the fleet shares may not be."""
+    return Unavailable(f"this worker has forgotten its own blocks, but the shared store may still have some: {error}")
 
 
 def _adapter(prefix: Prefix) -> AdapterId | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.host import EngineHost
-from engine.tier_loads import TIER_NAMES
+from engine.tiers.load import SOURCE_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +49,5 @@ async def load_from_tiers(
         tokens, parent = token_ids[i * size : (i + 1) * size], keys[i - 1] if i else None
         committed.append(cache.commit(block_id, keys[i], tokens, parent, cache_salt, adapter))
     host.flush_events()
-    counts = [(name, load.num_blocks_of(name) * size) for name in TIER_NAMES]
+    counts = [(name, load.num_blocks_of(name) * size) for name in SOURCE_NAMES]
     return FromTiers(tuple(committed), tuple((name, num) for name, num in counts if num))

@@ -23,6 +23,7 @@ from engine.host import EngineHost, SequencedPublisher
 from engine.transfer.negotiate import start_agent
 from engine.transfer.plane import Plane
 from engine.transfer.pool_server import PoolServer
+from kvstore.block_store import StoreError
 from pagewire.admission_queue import AdmissionQueue
 from pagewire.errors import InvalidArgument
 from pagewire.fetch_metrics import FetchMetrics
@@ -33,7 +34,7 @@ from transfer_svc.fetch import FetchSettings, PrefixFetcher
 from transfer_svc.leases import Expired, LeaseTable
 from transfer_svc.lender import Lender
 from transfer_svc.peers import PeerTable
-from transfer_svc.prefix_control import WorkerPrefixes
+from transfer_svc.prefix_control import WorkerPrefixes, not_erased
 from transfer_svc.reservations import Reservations
 from transfer_svc.sender import KvSender
 
@@ -224,7 +225,10 @@ class KvWorker(ABC):
 
     async def reset_prefix_cache(self) -> int:
         self.prefixes.unpin_all()
-        return await self._host.reset_prefix_cache()
+        try:
+            return await self._host.reset_prefix_cache()
+        except StoreError as error:
+            raise not_erased(error) from None
 
     async def load_adapter(
         self, name: str, path: str, generation: int, *, check_only: bool, digest: bytes

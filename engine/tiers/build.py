@@ -11,7 +11,11 @@ from engine.tiers.disk_format import FILE_HEADER_BYTES, fingerprint, record_byte
 from engine.tiers.disk_slots import DiskSlots
 from engine.tiers.host_slots import HostSlots
 from engine.tiers.kv_tiers import KvTiers
+from engine.tiers.store_format import StoreFormat
 from engine.tiers.tier import Tier
+from kvstore.block_store import BlockStore
+from kvstore.redis_connection import RedisTarget, RedisUrlError
+from kvstore.redis_store import VALUE_OVERHEAD_BYTES, RedisBlockStore
 from kvstore.tier_book import TierBook
 from pagewire.config import EngineOptions
 
@@ -25,7 +29,10 @@ def build_tiers(options: EngineOptions, memory: KvMemory, cache: KvCache, numeri
         tiers.append(Tier("host", _host_slots(options.kv_offloading_size, memory)))
     if options.kv_disk_path is not None and options.kv_disk_size is not None:
         tiers.append(_disk_tier(options.kv_disk_path, options.kv_disk_size, memory, cache, numerics_class))
-    return KvTiers(cache, memory.buffer, tiers) if tiers else None
+    store = None
+    if options.kv_store_url is not None and options.kv_store_size is not None:
+        store = _store(options.kv_store_url, options.kv_store_size, memory, cache, numerics_class)
+    return KvTiers(cache, memory.buffer, tiers, store) if tiers or store else None
 
 
 def _host_slots(num_bytes: int, memory: KvMemory) -> HostSlots:
@@ -54,3 +61,20 @@ def _disk_tier(path: Path, num_bytes: int, memory: KvMemory, cache: KvCache, num
     found = "%d blocks, %.1f MiB, %d of them found there"
     logger.info(f"KV on disk in %s: {found}", slots.path, slots.num_slots, num_bytes / 2**20, num_found)
     return Tier("disk", slots, book)
+
+
+def _store(
+    url: str, num_bytes: int, memory: KvMemory, cache: KvCache, numerics_class: str
+) -> tuple[BlockStore, StoreFormat]:
+    layout = memory.layout
+    name = fingerprint(cache.root, layout.layout_id, numerics_class)
+    form = StoreFormat(name, layout.block_size, layout.block_bytes)
+    least = form.value_bytes + VALUE_OVERHEAD_BYTES
+    if num_bytes < least:
+        raise EngineError(f"kv_store_size = {num_bytes} bytes: one block takes {least} there")
+    try:
+        store = RedisBlockStore(RedisTarget.parse(url), name, num_bytes // least)
+    except RedisUrlError as error:
+        raise EngineError(f"kv_store_url: {error}") from None
+    logger.info("KV in %s: at most %d blocks of this model, %.1f MiB", store, num_bytes // least, num_bytes / 2**20)
+    return store, form

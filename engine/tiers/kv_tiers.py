@@ -7,8 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from engine.kv_cache import KvCache
 from engine.tiers.load import Source, TierLoad
+from engine.tiers.store_erase import Doomed
+from engine.tiers.store_format import StoreFormat
+from engine.tiers.store_tier import StoreTier
 from engine.tiers.tier import Bytes, Tier, TierName
 from engine.tiers.write_back import WriteBack
+from kvstore.block_store import BlockName, BlockStore
 from kvstore.events import CacheEvent
 from kvstore.events import Tier as TierOfIndex
 from kvstore.tier_block import Entry
@@ -18,15 +22,24 @@ logger = logging.getLogger(__name__)
 _NUM_LOADERS = 2
 _ERASE_SECONDS = 60.0
 """The longest wait for a disk to forget something."""
+_CLOSE_SECONDS = 60.0
+"""The longest wait for loads from the store, which have deadlines."""
 
 
 class KvTiers:
-    """`tiers` from fast to slow, below the pool whose bytes are `buffer` [num_blocks, block_bytes]. Thread-safe.
+    """`tiers` from fast to slow, below the pool whose bytes are `buffer` [num_blocks, block_bytes]; below them `store`,
+    with the form of its values, which is the fleet's and not in the index. Thread-safe.
 
-    `changed` is called, on a thread of the tiers, after a load has ended; set it before the first load.
+    `load_ended` is called, on a thread of the tiers, after a load has ended; set it before the first load.
     """
 
-    def __init__(self, cache: KvCache, buffer: Bytes, tiers: Sequence[Tier]) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        buffer: Bytes,
+        tiers: Sequence[Tier],
+        store: tuple[BlockStore, StoreFormat] | None = None,
+    ) -> None:
         self.tiers = tuple(tiers)
         self.load_ended: Callable[[], None] = lambda: None
         self.tier_changed: Callable[[], None] = lambda: None
@@ -41,53 +54,71 @@ class KvTiers:
             WriteBack(tier, cache, buffer, upper, lambda: self.tier_changed())
             for tier, upper in zip(self.tiers, above, strict=False)
         ]
+        self.store = None if store is None else StoreTier(*store, cache, buffer, lambda: self.tier_changed())
         cache.follow(self._note)
 
     # --- up ---
 
     def start_load(
-        self, keys: Sequence[bytes], token_ids: Sequence[int], start: int, *, max_blocks: int | None = None
+        self,
+        keys: Sequence[bytes],
+        token_ids: Sequence[int],
+        start: int,
+        *,
+        max_blocks: int | None = None,
+        ask_store: bool = False,
     ) -> TierLoad | None:
         """Begins to load the blocks from number `start` of the chain on that tiers hold without a gap.
 
-        At most `max_blocks`, into blocks newly taken from the pool. None if there is nothing, or no room for it.
+        At most `max_blocks`, into blocks newly taken from the pool. None if there is nothing, or no room for it. With
+        `ask_store` the shared store is asked for those that come after them, if that may be worth it.
         """
-        if self._cannot_have(keys, start):
-            return None
         sources = self._find(keys, token_ids, start)
         kept = len(sources) if max_blocks is None else max(0, min(max_blocks, len(sources)))
-        block_ids = self._cache.allocate(kept) if kept else None
-        for source in sources[0 if block_ids is None else kept :]:
+        for source in sources[kept:]:
             source.release()
+        sources = sources[:kept]
+        rest: list[BlockName] = []
+        if ask_store and self.store is not None and self.store.wants(len(keys) - start - kept):
+            rest = [BlockName(keys[i], i) for i in range(start + kept, len(keys))]
+        block_ids = self._cache.allocate(kept + len(rest)) if kept or rest else None
         if block_ids is None:
+            for source in sources:
+                source.release()
             return None
-        load = TierLoad(self._cache, sources[:kept], block_ids)
+        load = TierLoad(self._cache, sources, block_ids, rest, token_ids)
         with self._idle:
             self._num_loads += 1
         self._loaders.submit(self._run, load)
         return load
 
-    def _cannot_have(self, keys: Sequence[bytes], start: int) -> bool:
-        return start >= len(keys) or not any(tier.holds(keys[start]) for tier in self.tiers)
-
     def _find(self, keys: Sequence[bytes], token_ids: Sequence[int], start: int) -> list[Source]:
         """Each block from the fastest tier that has it."""
         sources: list[Source] = []
+        if start >= len(keys) or not any(tier.holds(keys[start]) for tier in self.tiers):
+            return sources
         for tier in self.tiers:  # each is prefix-closed: where a fast one ends, only slower ones have more
             found = tier.match(keys, token_ids, self._cache.block_size, start + len(sources))
             sources += [Source(tier, entry) for entry in found]
         return sources
 
     def _run(self, load: TierLoad) -> None:
+        goes_on = False
         try:
-            load.run(self._buffer, self._discard)
+            goes_on = load.run(self._buffer, self._discard)
         except Exception:  # a bug: what was not loaded is computed
             logger.exception("a load from the tiers failed")
-        finally:
-            with self._idle:
-                self._num_loads -= 1
-                self._idle.notify_all()
-            self.load_ended()
+        if goes_on and self.store is not None:
+            self.store.start(load, self._ended)
+        else:
+            load.end()
+            self._ended()
+
+    def _ended(self) -> None:
+        with self._idle:
+            self._num_loads -= 1
+            self._idle.notify_all()
+        self.load_ended()
 
     def _discard(self, source: Source) -> None:
         """A block that is not right is not offered again, nor what comes after it."""
@@ -101,29 +132,42 @@ class KvTiers:
     def _note(self, key: bytes) -> None:
         for writer in self._writers:
             writer.note(key)
+        if self.store is not None:
+            self.store.note(key)
 
     def note_use(self, keys: Sequence[bytes]) -> None:
         """A request found these leading blocks on the device."""
-        for writer in self._writers if keys else ():
+        if not keys:
+            return
+        for writer in self._writers:
             writer.note_use(keys)
+        if self.store is not None:
+            self.store.note_use(keys)
 
     # --- control ---
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step computed so many tokens of prompts: what loading is weighed against."""
+        if self.store is not None:
+            self.store.costs.prefill.observe(num_tokens, seconds)
 
     def clear(self, owner: bytes | None = None) -> int:
         """Forgets everything, or everything of one tenant (`owner_of`); returns how many blocks. May wait for a disk.
 
-        Afterwards no later process finds it either. Loads under way still end.
+        Afterwards no later process finds it either. Loads under way still end. In the shared store it is erased for
+        the whole fleet; raises StoreError if that cannot be done, after all the rest was.
         """
-        return self._forget([(tier, tier.clear(owner)) for tier in self.tiers])
+        return self._forget([(tier, tier.clear(owner)) for tier in self.tiers], Doomed(owner=owner))
 
     def forget(self, key: bytes) -> int:
         """Forgets the block and all that come after it, in every tier; as `clear`."""
-        return self._forget([(tier, tier.forget(key)) for tier in self.tiers])
+        return self._forget([(tier, tier.forget(key)) for tier in self.tiers], Doomed(first=key))
 
-    def _forget(self, forgotten: Sequence[tuple[Tier, Sequence[Entry]]]) -> int:
+    def _forget(self, forgotten: Sequence[tuple[Tier, Sequence[Entry]]], doomed: Doomed) -> int:
         for erased in [writer.erase() for writer in self._writers]:
             erased.result(_ERASE_SECONDS)
-        return sum(len(entries) for _, entries in forgotten)
+        num_blocks = sum(len(entries) for _, entries in forgotten)
+        return num_blocks + (0 if self.store is None else self.store.erase(doomed))
 
     def take_events(self) -> list[CacheEvent]:
         """What changed since the last call."""
@@ -133,9 +177,9 @@ class KvTiers:
         """All keys by tier; pending events are dropped in the same moment."""
         return {tier.name: tier.snapshot() for tier in self.tiers}
 
-    def counts(self) -> dict[TierName, tuple[int, dict[str, int]]]:
+    def counts(self) -> dict[str, tuple[int, dict[str, int]]]:
         """For each tier the blocks that it has, and what has happened in it since the start, by event."""
-        return {
+        counts: dict[str, tuple[int, dict[str, int]]] = {
             tier.name: (
                 tier.num_ready,
                 {
@@ -148,12 +192,14 @@ class KvTiers:
             )
             for tier, writer in zip(self.tiers, self._writers, strict=True)
         }
+        return counts if self.store is None else counts | {"store": self.store.counts()}
 
     def quiesce(self, timeout: float = 60.0) -> bool:
         """Waits until nothing is written or loaded; False if that took too long."""
         with self._idle:
             is_quiet = self._idle.wait_for(lambda: not self._num_loads, timeout)
-        return is_quiet and all(writer.quiesce(timeout) for writer in self._writers)
+        is_quiet = is_quiet and all(writer.quiesce(timeout) for writer in self._writers)
+        return is_quiet and (self.store is None or self.store.quiesce(timeout))
 
     def wait_for_load(self, timeout: float) -> None:
         """Returns when no load is under way, or after `timeout` seconds."""
@@ -168,6 +214,9 @@ class KvTiers:
     def close(self) -> None:
         """Ends loads and write-back; afterwards nobody touches the pool's memory."""
         self._loaders.shutdown(wait=True, cancel_futures=False)
+        self.wait_for_load(_CLOSE_SECONDS)
+        if self.store is not None:
+            self.store.close()
         for writer in self._writers:
             writer.stop()
         for tier in self.tiers:

@@ -5,13 +5,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.kv_cache import KvCache
-from engine.tiers.tier import Bytes, Tier, TierName
+from engine.tiers.tier import Bytes, Tier
 from engine.transfer.checksum import checksum
+from kvstore.block_store import BlockName
 from kvstore.tier_block import Entry
 
 logger = logging.getLogger(__name__)
+
+SourceName = Literal["host", "disk", "store"]
+SOURCE_NAMES: tuple[SourceName, ...] = ("host", "disk", "store")
+"""Where loaded blocks come from, from fast to slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +32,29 @@ class Source:
 
 
 class TierLoad:
-    """Fills `block_ids`, which are the load's, from `sources`; `run` does it, on a thread that may wait for a disk.
+    """Fills `block_ids`, which are the load's: the first from `sources`, by `run`, on a thread that may wait for a
+    disk; then, if all of those came, the shared store looks for `rest`. Whoever had it last calls `end`.
 
     When `done`, the first `num_loaded` blocks are right and all of them are the caller's. Whoever loses interest
     calls `abandon` and leaves the blocks to the load, which gives them back as soon as nobody writes to them.
     """
 
-    def __init__(self, cache: KvCache, sources: Sequence[Source], block_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        sources: Sequence[Source],
+        block_ids: Sequence[int],
+        rest: Sequence[BlockName] = (),
+        token_ids: Sequence[int] = (),
+    ) -> None:
+        """`token_ids` are those of the whole chain."""
         self.block_ids = list(block_ids)
         self.num_loaded = 0
+        self.rest = rest
         self.done: Future[None] = Future()
         self._cache = cache
         self._sources = sources
+        self._token_ids = token_ids
         self._lock = threading.Lock()
         self._is_abandoned = False
 
@@ -45,9 +62,23 @@ class TierLoad:
     def is_done(self) -> bool:
         return self.done.done()
 
-    def num_blocks_of(self, tier: TierName) -> int:
+    @property
+    def is_abandoned(self) -> bool:
+        return self._is_abandoned
+
+    @property
+    def num_from_store(self) -> int:
+        return max(0, self.num_loaded - len(self._sources))
+
+    def num_blocks_of(self, tier: SourceName) -> int:
         """How many of the loaded blocks came from there."""
+        if tier == "store":
+            return self.num_from_store
         return sum(source.tier.name == tier for source in self._sources[: self.num_loaded])
+
+    def token_ids_of(self, name: BlockName) -> tuple[int, ...]:
+        size = self._cache.block_size
+        return tuple(self._token_ids[name.depth * size : (name.depth + 1) * size])
 
     def abandon(self) -> None:
         """Nobody wants the blocks any more."""
@@ -57,18 +88,29 @@ class TierLoad:
                 return
         self._cache.release(self.block_ids)
 
-    def run(self, buffer: Bytes, failed: Callable[[Source], None]) -> None:
-        """Reads every block into its row of `buffer` and verifies it, up to the first that is not right."""
-        try:
-            for source, block_id in zip(self._sources, self.block_ids, strict=True):
-                if self._is_abandoned:
-                    break
-                if not self._read(source, buffer[block_id]):
-                    failed(source)
-                    break
-                self.num_loaded += 1
-        finally:
-            self._end()
+    def run(self, buffer: Bytes, failed: Callable[[Source], None]) -> bool:
+        """Reads every block of `sources` into its row of `buffer` and verifies it, up to the first that is not right.
+
+        True if the store is to go on.
+        """
+        for source, block_id in zip(self._sources, self.block_ids, strict=False):
+            if self._is_abandoned:
+                return False
+            if not self._read(source, buffer[block_id]):
+                failed(source)
+                return False
+            self.num_loaded += 1
+        return bool(self.rest)
+
+    def end(self) -> None:
+        """Nobody writes to the blocks any more."""
+        for source in self._sources:
+            source.release()
+        with self._lock:
+            self.done.set_result(None)
+            if not self._is_abandoned:
+                return
+        self._cache.release(self.block_ids)
 
     def _read(self, source: Source, target: Bytes) -> bool:
         entry, name = source.entry, source.tier.name
@@ -82,12 +124,3 @@ class TierLoad:
             hint = f"the copy has checksum {found:016x}, stored was {entry.checksum:016x}"
             logger.error("tier %s: block %s is corrupt: %s", name, entry.block.key.hex()[:16], hint)
         return found == entry.checksum
-
-    def _end(self) -> None:
-        for source in self._sources:
-            source.release()
-        with self._lock:
-            self.done.set_result(None)
-            if not self._is_abandoned:
-                return
-        self._cache.release(self.block_ids)

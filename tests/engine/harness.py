@@ -15,8 +15,10 @@ from engine.speculation import Speculator
 from engine.tiers.disk_slots import DiskSlots
 from engine.tiers.host_slots import HostSlots
 from engine.tiers.kv_tiers import KvTiers
+from engine.tiers.store_format import StoreFormat
 from engine.tiers.tier import Slots, Tier
 from kvstore.block_pool import BlockPool
+from kvstore.block_store import BlockStore
 from kvstore.tier_book import TierBook
 from pagewire.sampling import SamplingParams
 from pagewire.speculative import SpeculativeConfig
@@ -63,6 +65,7 @@ class Harness:
     may_break: bool = False
     num_host_blocks: int = 0
     disk: Callable[[int, int], DiskSlots] | None = None
+    store: Callable[[int, int], tuple[BlockStore, StoreFormat]] | None = None
     wrap_slots: Callable[[Slots], Slots] = lambda slots: slots
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -91,11 +94,11 @@ class Harness:
             VOCAB_SIZE,
         )
         self.runner = FakeRunner(self.num_blocks, self.block_size)
-        self.tiers = self._make_tiers() if self.num_host_blocks or self.disk else None
+        self.tiers = self._make_tiers() if self.num_host_blocks or self.disk or self.store else None
         self.scheduler = Scheduler(config, self.cache, self.speculator, self.tiers)
 
     def _make_tiers(self) -> KvTiers:
-        """Tiers that copy what the fake runner stores; `disk` makes slots for (block size, block bytes)."""
+        """Tiers that copy what the fake runner stores; `disk` and `store` are made for (block size, block bytes)."""
         buffer, tiers = self.runner.slots.view(np.uint8), []
         if self.num_host_blocks:
             tiers.append(Tier("host", self.wrap_slots(HostSlots(self.num_host_blocks, buffer.shape[1]))))
@@ -104,7 +107,9 @@ class Harness:
             book = TierBook(slots.num_slots)
             slots.restore(book)
             tiers.append(Tier("disk", slots, book))
-        return KvTiers(self.cache, buffer, tiers)
+        return KvTiers(
+            self.cache, buffer, tiers, None if self.store is None else self.store(self.block_size, buffer.shape[1])
+        )
 
     def add(self, request: EngineRequest) -> None:
         self.requests[request.request_id] = request

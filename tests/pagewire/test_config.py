@@ -141,10 +141,31 @@ def test_printed_toml_reads_back(tmp_path: Path, role: str) -> None:
     }
     if role == "prefill":
         flags |= {"kv_offloading_size": "1.5", "kv_disk_size": "300MiB", "kv_disk_path": "/a b"}
+        flags |= {"kv_store_url": "redis://:secret@h:1/1", "kv_store_size": "2"}
     config = load_config(cls, flags, None, {})
     assert "secret" not in to_toml(config)
     assert "redis://u:***@h:1/0" in to_toml(config)
     assert load_config(cls, {"role": role}, write(tmp_path, to_toml(config, show_secrets=True)), {}) == config
+
+
+@pytest.mark.parametrize(
+    ("index", "store", "is_fine"),
+    [
+        ("redis://h", "redis://h:6379/0", False),
+        ("redis://u:p@h:1/2", "valkey://h:1/2", False),
+        ("redis://h:1", "redis://h:1/1", True),
+        ("redis://h:1", "redis://h:2", True),
+        ("unix:///a", "unix:///a?db=1", True),
+        ("unix:///a", "unix:///a", False),
+    ],
+)
+def test_the_store_is_not_where_the_index_is(index: str, store: str, is_fine: bool) -> None:
+    flags = {"role": "decode", **MODEL, "redis_url": index, "kv_store_url": store, "kv_store_size": "1"}
+    if is_fine:
+        assert load_config(WorkerConfig, flags, None, {}).engine.kv_store_url == store
+    else:
+        with pytest.raises(ConfigError, match="must name another server, or at least another database, than redis_url"):
+            load_config(WorkerConfig, flags, None, {})
 
 
 def test_model_name_resolves_to_a_directory_and_becomes_the_served_name(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 import pytest
 
+from engine.rates import Rate
+from engine.tiers.store_tier import StoreSettings
 from kvstore.redis_index import RedisIndex
+from pagewire.errors import Unavailable
 from tests.decode_svc.harness import BLOCK_SIZE, greedy, random_prompt, reference, until
 from tests.transfer_svc.fleet import Node, fleet
 from tests.valkey import Server
@@ -68,6 +71,55 @@ async def test_reset_clears_the_tier(model):
         await workers.decode("d0", workers.request(PROMPT, PARAMS))
         assert node.value("hit_tokens_total", source="local_host") == 0
         assert node.value("hit_tokens_total", source="local_device") == 0
+
+
+def never_too_dear(node: Node) -> None:
+    """A tiny model computes sooner than it asks, and this machine may be slow."""
+    assert node.engine.tiers is not None
+    assert node.engine.tiers.store is not None
+    node.engine.tiers.observe_prefill = lambda num_tokens, seconds: None
+    node.engine.tiers.store.costs.prefill = Rate(1e-3, 1e9)
+    node.engine.tiers.store.settings = StoreSettings(min_deadline=60)
+
+
+async def test_any_worker_loads_what_the_fleet_has_stored(model, expected):
+    """From one P to another, and to a D that prefills by itself; whoever resets clears it for all."""
+    with Server() as server:
+        options = {name: {"kv_store_url": server.url, "kv_store_size": "4MiB"} for name in ("p0", "p1", "d0", "d1")}
+        async with fleet(model, tuple(options), options=options) as workers:
+            for name in options:
+                never_too_dear(workers[name])
+            assert await workers.run("p0", "d0", PROMPT, PARAMS) == expected
+            for name in ("p0", "d0"):
+                lose(workers[name])
+            assert await workers.run("p1", "d1", PROMPT, PARAMS) == expected
+            assert workers["p1"].value("hit_tokens_total", source="store") == 7 * BLOCK_SIZE
+            assert workers["p1"].value("hit_tokens_total", source="local_device") == 0
+            assert workers["p1"].value("computed_prompt_tokens_total") == 2
+            assert workers["d1"].value("hit_tokens_total", source="store") == 0, "it pulls from P, which is nearer"
+            assert await workers.decode("d0", workers.request(PROMPT, PARAMS)) == expected
+            assert workers["d0"].value("hit_tokens_total", source="store") == 7 * BLOCK_SIZE
+            lose(workers["p1"])
+            stored = sum(workers[name].value("kv_tier_events_total", tier="store", event="stored") for name in options)
+            assert stored >= 7
+            assert workers["p0"].value("kv_tier_blocks", tier="store") >= 7
+            await workers["p0"].worker.reset_prefix_cache()
+            lose(workers["p1"])
+            await workers.prefill("p1", workers.request(PROMPT, PARAMS))
+            assert workers["p1"].value("hit_tokens_total", source="store") == 7 * BLOCK_SIZE, "no more than before"
+
+
+async def test_a_reset_that_does_not_reach_the_store_says_so(model):
+    with Server() as server:
+        options = {"p0": {"kv_store_url": server.url, "kv_store_size": "4MiB"}}
+        async with fleet(model, ("p0",), options=options) as workers:
+            await workers.prefill("p0", workers.request(PROMPT, PARAMS))
+            lose(workers["p0"])
+            server.kill()
+            with pytest.raises(Unavailable, match="the shared store may still have some: the store at redis://"):
+                await workers["p0"].worker.reset_prefix_cache()
+            with pytest.raises(Unavailable, match="the shared store may still have some: the store at redis://"):
+                await workers["p0"].worker.prefixes.clear_tenant("a")
 
 
 async def test_the_index_hears_of_tiers_from_an_idle_worker(model):

@@ -7,8 +7,11 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.rates import Rate
+from engine.tiers.store_tier import StoreSettings
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
+from tests.valkey import Server
 
 PROMPTS = [list(range(10, 10 + num_tokens)) for num_tokens in (3, 4, 5, 8, 17, 40)]
 PARAMS = [SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), SamplingParams(max_tokens=6, seed=7, n=2)]
@@ -92,3 +95,40 @@ def test_disk_options_are_checked(tiny_model: Callable[..., Path], tmp_path: Pat
     (tmp_path / "file").touch()
     with pytest.raises(EngineError, match=r"kv_disk_path = .*file: .*Not a directory"):
         Engine(_options(model, kv_disk_path=str(tmp_path / "file"), kv_disk_size="1MiB"))
+
+
+def test_another_engine_goes_on_from_the_store(tiny_model: Callable[..., Path]) -> None:
+    """CASES F1, D3: one of the same model loads what another has computed, and one of another model does not."""
+    results, hits = [], []
+    with Server() as server:
+        store = {"kv_store_url": server.url, "kv_store_size": "4MiB", "kv_offloading_size": "1MiB"}
+        for family in ("llama", "llama", "qwen3"):
+            engine = Engine(_options(tiny_model(family), **store))
+            assert engine.tiers is not None
+            assert engine.tiers.store is not None
+            engine.tiers.store.costs.prefill = Rate(1e-3, 1e9)  # else a tiny model computes sooner than it asks
+            engine.tiers.store.settings = StoreSettings(min_deadline=60)
+            results.append([engine.generate(PROMPTS, params) for params in PARAMS])
+            assert engine.tiers.quiesce()
+            counts = engine.tiers.counts()
+            hits.append((counts["store"][1]["stored"] > 0, engine.kv_cache.stats().num_hit_tokens))
+            engine.scheduler.check_integrity()
+            engine.tiers.check_integrity()
+            engine.close()
+    assert results[0] == results[1] != results[2]
+    once = sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS)
+    assert hits[1][1] - hits[0][1] >= 36, "the first time, and from the store"
+    assert hits[1][1] == 2 * once, "both times"
+    assert (hits[0][0], hits[1][0], hits[2][0]) == (True, False, True)
+
+
+def test_store_options_are_checked(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="kv_store_url and kv_store_size must be given together"):
+        _options(model, kv_store_url="redis://127.0.0.1:1")
+    with pytest.raises(ValueError, match="must be a URL with one of the schemes"):
+        _options(model, kv_store_url="http://127.0.0.1:1", kv_store_size=1)
+    with pytest.raises(EngineError, match=r"kv_store_size = 100 bytes: one block takes \d+ there"):
+        Engine(_options(model, kv_store_url="redis://127.0.0.1:1", kv_store_size="100b"))
+    with pytest.raises(EngineError, match=r"kv_store_url: bad Redis URL .*: several hosts"):
+        Engine(_options(model, kv_store_url="redis://a,b", kv_store_size=1))

@@ -1,0 +1,194 @@
+"""The lowest tier: a store that the fleet shares. All that waits for it lives on one event loop in a thread of its own.
+
+    down   `StoreWriter`: what becomes cached is copied there
+    up     touch: how far does it have the chain? ─► cheaper than computing? ─► get, verify, copy into the pool's blocks
+
+It may hang, die, be full or give back anything: a request waits for a bounded time at most, and computes the rest.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from engine.kv_cache import KvCache
+from engine.tiers.load import TierLoad
+from engine.tiers.store_access import StoreAccess
+from engine.tiers.store_costs import StoreCosts
+from engine.tiers.store_erase import Doomed, erase
+from engine.tiers.store_format import StoreFormat
+from engine.tiers.store_writer import StoreWriter
+from engine.tiers.tier import Bytes
+from kvstore.background import end_tasks
+from kvstore.block_store import BlockStore, StoreError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_LOADS = 4
+_NAMES_PER_TOUCH = 512
+_BYTES_PER_GET = 8 << 20
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """A load may take `slack` times its estimate, no longer than computing takes, but `min_deadline` seconds."""
+
+    min_deadline: float = 0.25
+    slack: float = 4.0
+
+
+class StoreTier:
+    """Below the pool whose bytes are `buffer` [num_blocks, block_bytes]. `note`, `note_use`, `wants`, `start` and
+    `counts` are for any thread; `erase`, `quiesce` and `close` for one that may wait.
+
+    `changed` is called, on the store's thread, after something has been written. `settings` may be replaced.
+    """
+
+    def __init__(
+        self, store: BlockStore, form: StoreFormat, cache: KvCache, buffer: Bytes, changed: Callable[[], None]
+    ) -> None:
+        self.settings = StoreSettings()
+        self.costs = StoreCosts(form.block_size, form.value_bytes)
+        self.num_corrupt = 0
+        self.num_declined = 0
+        self._access = StoreAccess(store)
+        self._form = form
+        self._buffer = buffer
+        self._loop = asyncio.new_event_loop()
+        self._turns = asyncio.Semaphore(_MAX_LOADS)
+        self._writer = StoreWriter(self._access, form, cache, buffer, self._loop, changed)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tier-store", daemon=True)
+        self._thread.start()
+        self._writing = self._submit(self._writer.run())
+
+    # --- down ---
+
+    def note(self, key: bytes) -> None:
+        """The block has become cached."""
+        self._writer.note(key)
+
+    def note_use(self, keys: Sequence[bytes]) -> None:
+        """A request found this chain on the device."""
+        self._writer.note_use(keys)
+
+    # --- up ---
+
+    def wants(self, num_blocks: int) -> bool:
+        """Whether to ask for so many blocks: if it has them all, that had better be cheaper than computing them."""
+        return num_blocks > 0 and not self._access.is_away and self.costs.is_cheaper(num_blocks, self._loop.time())
+
+    def start(self, load: TierLoad, ended: Callable[[], None]) -> None:
+        """Brings what it can of `load.rest`; the load and then `ended` hear of the end, whatever happens."""
+        self._submit(self._load(load, ended))
+
+    async def _load(self, load: TierLoad, ended: Callable[[], None]) -> None:
+        try:
+            async with self._turns:
+                await self._bring(load)
+        except StoreError as error:
+            logger.debug("nothing more from the store: %s", error)
+        except Exception:  # a bug: what was not loaded is computed
+            logger.exception("a load from the store failed")
+        finally:
+            load.end()
+            ended()
+
+    async def _bring(self, load: TierLoad) -> None:
+        settings, began = self.settings, self._loop.time()
+        until = began + self.costs.deadline(len(load.rest), began, settings.slack, settings.min_deadline)
+        depth = await self._depth(load, until)
+        asked = self._loop.time()
+        if depth and not self.costs.is_cheaper(depth, asked):
+            self.num_declined += depth
+            depth = 0
+        num_brought = 0
+        most = max(1, _BYTES_PER_GET // self._form.value_bytes)
+        while num_brought < depth and not load.is_abandoned:
+            num_new = await self._bring_some(load, min(most, depth - num_brought), until)
+            if not num_new:
+                break
+            num_brought += num_new
+        now = self._loop.time()
+        self.costs.observe(num_brought, asked - began, now - asked, now)
+
+    async def _depth(self, load: TierLoad, until: float) -> int:
+        """How many of the wanted blocks the store has without a gap."""
+        num_there = 0
+        while num_there < len(load.rest) and not (load.is_abandoned or self._access.is_away):
+            names = load.rest[num_there : num_there + _NAMES_PER_TOUCH]
+            is_there = await self._ask(self._access.store.touch(names), until)
+            found = is_there.index(False) if False in is_there else len(names)
+            num_there += found
+            if found < len(names):
+                break
+        return num_there
+
+    async def _bring_some(self, load: TierLoad, most: int, until: float) -> int:
+        """The next blocks, verified one by one; how many there are, 0 if one was not right."""
+        names = load.rest[load.num_from_store :][:most]
+        values = await self._ask(self._access.store.get([name.key for name in names]), until)
+        for name, value in zip(names, values, strict=True):
+            if value is None:  # evicted in this moment
+                return 0
+            target = self._buffer[load.block_ids[load.num_loaded]]
+            wrong = self._form.copy(value, name.key, load.token_ids_of(name), target)
+            if wrong:
+                self.num_corrupt += 1
+                logger.error("tier store: block %s is corrupt: %s", name.key.hex()[:16], wrong)
+                await self._ask(self._access.store.delete([name.key]), until)
+                return 0
+            load.num_loaded += 1
+        return len(names)
+
+    async def _ask(self, work: Coroutine[Any, Any, T], until: float) -> T:
+        return await self._access.ask(work, until - self._loop.time())
+
+    # --- control ---
+
+    def erase(self, doomed: Doomed) -> int:
+        """Erases blocks of the fleet (see `store_erase`), and returns how many. Raises StoreError: some may be left."""
+
+        async def run() -> int:
+            async with self._writer.turn:
+                return await erase(self._access, self._form, doomed)
+
+        return self._submit(run()).result()
+
+    def counts(self) -> tuple[int, dict[str, int]]:
+        """Blocks of the whole fleet there, and what has happened through this worker, by event."""
+        writer = self._writer
+        return writer.num_blocks, {
+            "stored": writer.num_stored,
+            "evicted": writer.num_evicted,
+            "lost": writer.num_lost,
+            "failed": self._access.num_failed,
+            "corrupt": self.num_corrupt,
+            "declined": self.num_declined,
+        }
+
+    def quiesce(self, timeout: float) -> bool:
+        """Waits until nothing is left to write; False if that took too long."""
+        return self._writer.quiesce(timeout)
+
+    def close(self) -> None:
+        """When no load is under way any more. What waits is not written."""
+        self._writer.stop()
+        self._submit(self._end()).result(2 * _CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        """Ends the writer and what is left of questions that were given up."""
+        here = asyncio.current_task()
+        await end_tasks(*(task for task in asyncio.all_tasks() if task is not here))
+        await self._access.store.close()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -1,0 +1,200 @@
+"""Copies blocks that became cached into the shared store, behind everybody's back, in order, on the store's event loop.
+
+    any thread   note(key), note_use(keys) ──► jobs (bounded: what the store is too slow for is not stored)
+    the loop     touch: what is not there yet? ─► copy ─► is it still the same block? ─► put, whole or not at all
+
+Several workers have the same blocks (P computed them, D received them), so each asks before it copies.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.kv_cache import CachedBlock, KvCache
+from engine.tiers.store_access import StoreAccess
+from engine.tiers.store_format import StoreFormat
+from engine.tiers.tier import Bytes
+from kvstore.block_store import BlockName, StoreError
+from kvstore.tier_block import TierBlock, owner_of
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING = 1 << 14
+"""Blocks."""
+_NAMES_PER_TOUCH = 256
+_BYTES_PER_PUT = 8 << 20
+_TOUCH_SECONDS = 5.0
+_PUT_SECONDS = 10.0
+_RENEW_SECONDS = 60.0
+_MAX_REMEMBERED = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Blocks `keys` of a chain; the number of the first one, if that is known."""
+
+    keys: Sequence[bytes]
+    depth: int | None
+
+
+class StoreWriter:
+    """`changed` is called after each put, on the loop."""
+
+    def __init__(
+        self,
+        access: StoreAccess,
+        form: StoreFormat,
+        cache: KvCache,
+        buffer: Bytes,
+        loop: asyncio.AbstractEventLoop,
+        changed: Callable[[], None],
+    ) -> None:
+        self.num_stored = 0
+        self.num_evicted = 0
+        self.num_lost = 0
+        self.num_blocks = 0
+        """In the store, the whole fleet's, as of the last put."""
+        self.turn = asyncio.Lock()
+        """Whoever has it is not written past."""
+        self._access = access
+        self._form = form
+        self._cache = cache
+        self._buffer = buffer
+        self._loop = loop
+        self._changed = changed
+        self._lock = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._num_pending = 0
+        self._is_busy = False
+        self._stopping = False
+        self._wake = asyncio.Event()
+        self._renewed: OrderedDict[bytes, float] = OrderedDict()
+        self._depths: OrderedDict[bytes, int] = OrderedDict()
+
+    def note(self, key: bytes) -> None:
+        """The block has become cached."""
+        self._add(_Job((key,), None))
+
+    def note_use(self, keys: Sequence[bytes]) -> None:
+        """A request found this chain on the device: it is to stay in the store too, and comes if it is missing.
+
+        Said once a minute for each chain.
+        """
+        now = time.monotonic()
+        if now - self._renewed.get(keys[-1], float("-inf")) >= _RENEW_SECONDS:
+            self._renewed[keys[-1]] = now
+            _bound(self._renewed)
+            self._add(_Job(tuple(keys), 0))
+
+    def quiesce(self, timeout: float) -> bool:
+        """Waits, on another thread, until nothing is left to write; False if that took too long."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._num_pending and not self._is_busy, timeout)
+
+    def stop(self) -> None:
+        """What waits is not written any more; the loop may end after this."""
+        with self._lock:
+            self._stopping = True
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while names := self._take():
+                num_before = self.num_stored + self.num_lost
+                try:
+                    async with self.turn:
+                        await self._store(names)
+                except StoreError:
+                    self.num_lost += len(names) - (self.num_stored + self.num_lost - num_before)
+                except Exception:  # a bug: the store stays as it is, requests don't need it
+                    logger.exception("tier store: blocks could not be written")
+                self._changed()
+
+    def _add(self, job: _Job) -> None:
+        with self._lock:
+            if self._num_pending + len(job.keys) > MAX_PENDING or self._access.is_away or self._stopping:
+                self.num_lost += len(job.keys)
+                return
+            self._jobs.append(job)
+            self._num_pending += len(job.keys)
+            if self._num_pending == len(job.keys):
+                self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _take(self) -> list[BlockName]:
+        """The next blocks; empty, and everybody told, if there are none."""
+        jobs: list[_Job] = []
+        num_taken = 0
+        with self._lock:
+            while self._jobs and num_taken < _NAMES_PER_TOUCH:
+                job = self._jobs.popleft()
+                room = _NAMES_PER_TOUCH - num_taken
+                if len(job.keys) > room:
+                    rest = None if job.depth is None else job.depth + room
+                    self._jobs.appendleft(_Job(job.keys[room:], rest))
+                    job = _Job(job.keys[:room], job.depth)
+                jobs.append(job)
+                num_taken += len(job.keys)
+            self._num_pending -= num_taken
+            self._is_busy = bool(num_taken)
+            if not num_taken:
+                self._lock.notify_all()
+        return [name for job in jobs for name in self._named(job)]
+
+    def _named(self, job: _Job) -> list[BlockName]:
+        names = []
+        for i, key in enumerate(job.keys):
+            depth = self._depth(key) if job.depth is None else job.depth + i
+            self._depths[key] = depth
+            names.append(BlockName(key, depth))
+        _bound(self._depths)
+        return names
+
+    def _depth(self, key: bytes) -> int:
+        """Its number in its chain, as far as what comes before is remembered or cached."""
+        found, num_before = self._cache.locate(key), 0
+        while found is not None and (parent := found.block.parent) is not None:
+            num_before += 1
+            if parent in self._depths:
+                return self._depths[parent] + num_before
+            found = self._cache.locate(parent)
+        return num_before
+
+    async def _store(self, names: Sequence[BlockName]) -> None:
+        """Raises StoreError; blocks before that may have been stored."""
+        store, ask = self._access.store, self._access.ask
+        if self._access.is_away:
+            raise StoreError("away")
+        is_there = await ask(store.touch(names), _TOUCH_SECONDS)
+        missing = [name for name, there in zip(names, is_there, strict=True) if not there]
+        most = max(1, min(store.max_batch, _BYTES_PER_PUT // self._form.value_bytes))
+        for start in range(0, len(missing), most):
+            values = [(name, value) for name in missing[start : start + most] if (value := self._copy(name.key))]
+            self.num_lost += min(most, len(missing) - start) - len(values)
+            if values:
+                stored = await ask(store.put(values), _PUT_SECONDS)
+                self.num_stored += len(values)
+                self.num_evicted += stored.num_evicted
+                self.num_blocks = stored.num_blocks
+
+    def _copy(self, key: bytes) -> bytes | None:
+        """The value of a block that is on the device, None if it isn't; it is not held meanwhile."""
+        cached = self._cache.locate(key)
+        if cached is None:
+            return None
+        value = self._form.encode(_tier_block(key, cached), self._buffer[cached.block_id])
+        return value if self._cache.locate(key) == cached else None
+
+
+def _tier_block(key: bytes, cached: CachedBlock) -> TierBlock:
+    return TierBlock(key, cached.block.parent, cached.block.token_ids, owner_of(cached.block.cache_salt))
+
+
+def _bound(remembered: OrderedDict[bytes, float] | OrderedDict[bytes, int]) -> None:
+    while len(remembered) > _MAX_REMEMBERED:
+        remembered.popitem(last=False)
