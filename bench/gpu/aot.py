@@ -32,13 +32,17 @@ from engine.memory import KvLayout, KvMemory
 from kernels.triton import (
     block_transfer,
     decode_attention,
+    fp8,
     gated_activation,
     kv_write,
+    linear,
+    logit_edits,
     logprobs,
     philox,
     prefill_attention,
     rms_norm,
     sample,
+    token_filter,
 )
 
 TABLE = Path(__file__).with_name("aot.csv")
@@ -51,6 +55,8 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float64: "*fp64",
+    torch.uint8: "*u8",
 }
 
 
@@ -114,7 +120,7 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
     """Within it, launches are recorded as a device of that architecture would get them, and not run."""
     launches: list[Launch] = []
     run = JITFunction.run
-    for launcher in (decode_attention, prefill_attention):
+    for launcher in (decode_attention, linear, prefill_attention):
         launcher.device_arch = lambda device: arch
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -182,6 +188,24 @@ def launches(model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "rope_and_write_kv", lambda: kv_write.rope_and_write_kv(q, k, v, angle, angle, k_cache, v_cache, longs)
     yield "decode_attention", lambda: decode_attention.decode_attention(q, k_cache, v_cache, max_kv_len=4096, **common)
     yield "prefill_attention", lambda: prefill_attention.prefill_attention(q, k_cache, v_cache, tiles=tiles, **common)
+    fp8_caches = KvMemory(KvLayout(4, model.num_kv_heads, model.head_dim, 16, fp8.CACHE_DTYPE), 8).layer(1)
+    scales = {name: floats(model.num_kv_heads, kind=torch.float32) for name in ("k_scale", "v_scale")}
+    yield (
+        "rope_and_write_kv_e4m3",
+        lambda: kv_write.rope_and_write_kv(q, k, v, angle, angle, *fp8_caches, longs, **scales),
+    )
+    yield (
+        "e4m3_decode_attention",
+        lambda: decode_attention.decode_attention(q, *fp8_caches, max_kv_len=4096, **scales, **common),
+    )
+    yield (
+        "e4m3_prefill_attention",
+        lambda: prefill_attention.prefill_attention(q, *fp8_caches, tiles=tiles, **scales, **common),
+    )
+    weight, many = floats(model.ffn, model.hidden), floats(520, model.hidden)
+    yield "linear", lambda: linear.linear(hidden, weight, residual=wide)
+    yield "linear_many_rows", lambda: linear.linear(many, weight)
+    yield "logits", lambda: linear.linear(hidden[:2], weight, out_dtype=torch.float32)
     yield (
         "sample",
         lambda: sample.sample(
@@ -192,6 +216,33 @@ def launches(model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
             positions=few_longs,
             choices=few_longs,
             vocab_size=model.vocab,
+        ),
+    )
+    changes = logit_edits.LogitEdits(
+        starts=ints[:3],
+        most=64,
+        token_ids=ints,
+        bias=floats(tokens, kind=torch.float32),
+        seen=ints,
+        counts=ints,
+        repetition=floats(2, kind=torch.float32),
+        frequency=floats(2, kind=torch.float32),
+        presence=floats(2, kind=torch.float32),
+        allowed=torch.zeros(2, -(-model.vocab // 32), dtype=torch.int32),
+    )
+    doubles = floats(2, kind=torch.float64)
+    yield (
+        "sample_filtered",
+        lambda: sample.sample(
+            logits,
+            logits_rows=few,
+            temperature=floats(2, kind=torch.float32),
+            seeds=few_longs,
+            positions=few_longs,
+            choices=few_longs,
+            vocab_size=model.vocab,
+            edits=changes,
+            filters=token_filter.Filters(few, doubles, doubles),
         ),
     )
     yield (

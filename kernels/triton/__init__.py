@@ -6,7 +6,11 @@
     decode_attention    few query tokens a sequence: KV split over programs, second pass in split order
     prefill_attention   chunks of many tokens over their paged prefix
     attention_tile      what both do with one split of the KV
+    linear              matrix product with a fixed order of the sum, bias and residual
+    fp8                 e4m3 of the KV cache
     sample              greedy, or temperature and Gumbel-max with Philox noise
+    logit_edits         masks, bias and penalties before it
+    token_filter        min-p, top-k, top-p
     philox              that noise
     logprobs            log-probabilities and ranks of chosen and likeliest tokens
     block_transfer      blocks out of the pool into one buffer and back

@@ -13,6 +13,8 @@ Splits are merged one by one, in order, with the same roundings in both kernels.
 import triton
 import triton.language as tl
 
+from kernels.triton.fp8 import from_e4m3
+
 NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite, so that exp2(a - b) is never NaN
 
 
@@ -40,6 +42,7 @@ def attend_split(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
+    FP8: tl.constexpr,  # 0: the cache has q's type; 1: e4m3, 2: e4m3 that the device converts
 ):
     """Online softmax over the split's tiles of N tokens."""
     top = tl.full([M], NO_SCORE, tl.float32)
@@ -54,7 +57,9 @@ def attend_split(
         block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slot = key % BLOCK_SIZE
         k_cell = block * stride_k_block + slot * stride_k_slot
-        k = tl.load(k_cache + k_cell[None, :] + dim[:, None], mask=inside[None, :] & (dim < D)[:, None], other=0.0)
+        k = tl.load(k_cache + k_cell[None, :] + dim[:, None], mask=inside[None, :] & (dim < D)[:, None], other=0)
+        if FP8 > 0:
+            k = from_e4m3(k, q.dtype, FP8 == 2)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if CAPPED:
             # cap * tanh(s / cap), tanh(x) = 1 - 2 / (1 + exp(2x)); cap and s are in log2 units, exp(2x) = exp2(2.885 x)
@@ -68,7 +73,9 @@ def attend_split(
         shrink = tl.exp2(top - new_top)
         norm = tl.fma(norm, shrink, tl.sum(weights, 1))
         v_cell = block * stride_v_block + slot * stride_v_slot
-        v = tl.load(v_cache + v_cell[:, None] + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0.0)
+        v = tl.load(v_cache + v_cell[:, None] + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0)
+        if FP8 > 0:
+            v = from_e4m3(v, q.dtype, FP8 == 2)
         total = tl.dot(weights.to(v.dtype), v, total * shrink[:, None], input_precision="ieee")
         top = new_top
     return top, norm, total

@@ -5,6 +5,7 @@
     cu_seqlens          int32 [S + 1]: sequence s has rows cu_seqlens[s] : cu_seqlens[s + 1]; none is allowed (padding)
     kv_lens             int32 [S], these tokens included
     block_tables        int32 [S, B]
+    k_scale, v_scale    float32 [Hkv], of an e4m3 cache (`fp8`): what stands there times the head's scale is meant
     out                 [T, Hq, D]
 
 Pass 1, one program per (sequence, kv head, split), writes each split's (top, norm, total) in float32; pass 2, one
@@ -21,6 +22,7 @@ from torch import Tensor
 from kernels.paged import split_size
 from kernels.triton.attention_tile import NO_SCORE, attend_split, first_split, merge
 from kernels.triton.device import device_arch
+from kernels.triton.fp8 import CACHE_DTYPE, as_bytes, check_scales, has_conversion
 
 MAX_TILE_ROWS = 64
 """Prefill's rows per warpgroup on sm_90: with fewer, decode would take another matrix instruction than prefill does."""
@@ -38,6 +40,7 @@ def _split_kernel(
     block_tables,
     part_total,  # float32 [T, Hq, splits, D]
     part_norm,  # float32 [2, T, Hq, splits]: norm, top
+    k_scale,
     scale,
     cap,
     num_parts,  # T * Hq * splits
@@ -61,6 +64,7 @@ def _split_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(cu_seqlens + sequence)
@@ -81,6 +85,8 @@ def _split_kernel(
     low = earliest * 0
     if WINDOW > 0:
         low = tl.maximum(earliest - WINDOW + 1, 0)
+    if FP8 > 0:
+        scale = scale * tl.load(k_scale + kv_head)
     top, norm, total = attend_split(
         queries,
         tl.where(valid, earliest + token, -1),
@@ -104,6 +110,7 @@ def _split_kernel(
         BLOCK_SIZE,
         WINDOW,
         CAPPED,
+        FP8,
     )
     part = ((start + token).to(tl.int64) * num_heads + head) * num_splits + split
     tl.store(part_norm + part, norm, mask=valid)
@@ -118,15 +125,18 @@ def _merge_kernel(
     out,
     cu_seqlens,
     kv_lens,
+    v_scale,
     num_parts,
     num_splits,
     stride_out_token,
     stride_out_head,
     num_heads,
+    G: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu_seqlens + sequence)
@@ -148,6 +158,8 @@ def _merge_kernel(
             split_total = tl.load(cell, mask=(dim < D)[None, :], other=0.0)
             top, norm, total = merge(top, norm, total, split_top, split_norm, split_total)
         result = total / norm[:, None]
+        if FP8 > 0:
+            result *= tl.load(v_scale + head // G)
         cell = out + token * stride_out_token + head * stride_out_head + dim
         tl.store(cell[None, :], result.to(out.dtype.element_ty), mask=(dim < D)[None, :])
 
@@ -164,6 +176,8 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Every sequence has at most `decode_rows // G` tokens; no `kv_lens` is above `max_kv_len` (only the
     grid and the workspace depend on it, so a CUDA graph is captured with its upper bound). Raises ValueError.
@@ -171,6 +185,7 @@ def decode_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     check_attention_inputs(q, k_cache, v_cache, block_tables)
+    fp8 = fp8_kind(k_cache, k_scale, v_scale)
     out = torch.empty_like(q)
     if num_tokens == 0:
         return out
@@ -184,13 +199,14 @@ def decode_attention(
     num_sequences = kv_lens.shape[0]
     _split_kernel[(num_sequences, num_kv_heads, num_splits)](
         q,
-        k_cache,
-        v_cache,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
         cu_seqlens,
         kv_lens,
         block_tables,
         part_total,
         part_norm,
+        kv_lens if k_scale is None else k_scale,
         scale * LOG2_E,
         0.0 if cap is None else cap * LOG2_E,
         num_parts,
@@ -208,12 +224,13 @@ def decode_attention(
         G=num_heads // num_kv_heads,
         D=head_dim,
         DP=padded_dim,
-        M=decode_rows(head_dim, device_arch(q.device)),
+        M=decode_rows(head_dim, device_arch(q.device), fp8=fp8 > 0),
         N=kv_tile(head_dim, device_arch(q.device)),
         SPLIT=split,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAPPED=cap is not None,
+        FP8=fp8,
         num_warps=4 if padded_dim <= 128 else 8,
         enable_fp_fusion=False,
         num_stages=4 if padded_dim <= 128 else 3,
@@ -224,15 +241,18 @@ def decode_attention(
         out,
         cu_seqlens,
         kv_lens,
+        kv_lens if v_scale is None else v_scale,
         num_parts,
         num_splits,
         out.stride(0),
         out.stride(1),
         num_heads,
+        G=num_heads // num_kv_heads,
         D=head_dim,
         DP=padded_dim,
         SPLIT=split,
         WINDOW=window or 0,
+        FP8=fp8,
         num_warps=1,
         enable_fp_fusion=False,
     )
@@ -244,25 +264,35 @@ def kv_tile(head_dim: int, arch: int) -> int:
     return 64 if head_dim <= 64 and arch == 90 else 32
 
 
-def tile_rows(head_dim: int, arch: int) -> int:
-    """Rows of prefill's tiles: the most whose two float32 accumulators fit 8 warps' registers (bench/gpu/aot.csv)."""
-    rows = 128 if arch == 90 else 64
+def tile_rows(head_dim: int, arch: int, *, fp8: bool = False) -> int:
+    """Rows of prefill's tiles: the most whose two float32 accumulators fit 8 warps' registers (bench/gpu/aot.csv).
+
+    With an e4m3 cache and heads above 128, wgmma's 64 rows leave none for the conversion on sm_90: 32, by mma.sync.
+    """
+    rows = 128 if arch == 90 and not (fp8 and head_dim > 128) else 64
     return rows if head_dim <= 128 else rows // 2
 
 
-def decode_rows(head_dim: int, arch: int) -> int:
+def decode_rows(head_dim: int, arch: int, *, fp8: bool = False) -> int:
     """Rows of a decode tile. A sequence may have as many tokens in a step as fit it: rows // group size."""
-    return min(MAX_TILE_ROWS, tile_rows(head_dim, arch))
+    return min(MAX_TILE_ROWS, tile_rows(head_dim, arch, fp8=fp8))
+
+
+def fp8_kind(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> int:
+    """What `attend_split` calls FP8. Raises ValueError."""
+    if not check_scales(k_cache, k_scale, v_scale):
+        return 0
+    return 2 if has_conversion(device_arch(k_cache.device)) else 1
 
 
 def check_attention_inputs(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> None:
     """Raises ValueError, naming what does not fit."""
     if k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[1]:
         raise ValueError(f"q {tuple(q.shape)}, K {tuple(k_cache.shape)} and V {tuple(v_cache.shape)} do not fit")
-    rows = decode_rows(q.shape[2], device_arch(q.device))
+    rows = decode_rows(q.shape[2], device_arch(q.device), fp8=k_cache.dtype == CACHE_DTYPE)
     if q.shape[1] // k_cache.shape[1] > rows:
         raise ValueError(f"{q.shape[1] // k_cache.shape[1]} query heads per kv head, at most {rows} fit a tile")
-    if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype:
+    if v_cache.dtype != k_cache.dtype or k_cache.dtype not in (q.dtype, CACHE_DTYPE):
         raise ValueError(f"q is {q.dtype}, the cache {k_cache.dtype} and {v_cache.dtype}")
     if q.stride(2) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1 or block_tables.stride(1) != 1:
         raise ValueError("the last dimension of q, K, V and block_tables must be contiguous")

@@ -3,6 +3,7 @@
     q [T, Hq, D], k and v [T, Hkv, D], rows contiguous     cos, sin float32 [T, D / 2]
     slots int64 [T]: block id * block_size + offset; negative ones are padding and store nothing
     caches [num_blocks, Hkv, block_size, D]                 -> rotated q [T, Hq, D]
+    k_scale, v_scale float32 [Hkv]: only of an e4m3 cache (`fp8`), which gets k / k_scale and v / v_scale
 
 The pairs are (x[i], x[i + D / 2]); float32 inside, rounded once. A program takes TOKENS tokens of one head: the query
 heads first, then the kv heads, each with its k and its v. Elementwise, so row-invariant.
@@ -12,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kernels.triton.fp8 import as_bytes, check_scales, to_e4m3
 
 _TOKENS = 8
 
@@ -27,6 +30,8 @@ def _rope_write_kernel(
     cos,
     sin,
     slots,
+    k_scale,
+    v_scale,
     num_tokens,
     stride_q_token,
     stride_q_head,
@@ -45,6 +50,7 @@ def _rope_write_kernel(
     COLUMNS: tl.constexpr,  # HALF padded to a power of two
     TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     head = tl.program_id(1)
@@ -70,14 +76,25 @@ def _rope_write_kernel(
         first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
         cell = block * stride_k_block + kv_head * stride_k_cache_head + offset * stride_k_slot
-        target = k_cache + cell + column
-        tl.store(target, (first * c - second * s).to(k_cache.dtype.element_ty), mask=inside)
-        tl.store(target + HALF, (second * c + first * s).to(k_cache.dtype.element_ty), mask=inside)
+        k_target = k_cache + cell + column
+        tl.store(k_target, _stored(first * c - second * s, k, k_cache, k_scale + kv_head, FP8), mask=inside)
+        tl.store(k_target + HALF, _stored(second * c + first * s, k, k_cache, k_scale + kv_head, FP8), mask=inside)
         source = v + token[:, None] * stride_v_token + kv_head * stride_v_head + column
         cell = block * stride_v_block + kv_head * stride_v_cache_head + offset * stride_v_slot
-        target = v_cache + cell + column
-        tl.store(target, tl.load(source, mask=inside, other=0.0), mask=inside)
-        tl.store(target + HALF, tl.load(source + HALF, mask=inside, other=0.0), mask=inside)
+        v_target = v_cache + cell + column
+        first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+        tl.store(v_target, _stored(first, v, v_cache, v_scale + kv_head, FP8), mask=inside)
+        tl.store(v_target + HALF, _stored(second, v, v_cache, v_scale + kv_head, FP8), mask=inside)
+
+
+@triton.jit
+def _stored(x, source, cache, scale, FP8: tl.constexpr):
+    """float32 as the cache has it. For e4m3 it is rounded to the compute dtype before, as without it."""
+    if FP8:
+        rounded = x.to(source.dtype.element_ty).to(tl.float32)
+        x = to_e4m3(tl.div_rn(rounded, tl.zeros_like(rounded) + tl.load(scale)))
+    return x.to(cache.dtype.element_ty)
 
 
 def rope_and_write_kv(
@@ -89,6 +106,9 @@ def rope_and_write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Returns the rotated q; the rotated k, and v, are in the cache. Raises ValueError."""
     num_tokens, num_heads, head_dim = q.shape
@@ -104,6 +124,7 @@ def rope_and_write_kv(
         raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must be contiguous {table_shape}")
     if slots.shape != (num_tokens,) or slots.dtype != torch.int64:
         raise ValueError(f"slots must be int64 [{num_tokens}], not {slots.dtype} {tuple(slots.shape)}")
+    fp8 = check_scales(k_cache, k_scale, v_scale)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return q_out
@@ -112,11 +133,13 @@ def rope_and_write_kv(
         k,
         v,
         q_out,
-        k_cache,
-        v_cache,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
         cos,
         sin,
         slots,
+        slots if k_scale is None else k_scale,
+        slots if v_scale is None else v_scale,
         num_tokens,
         q.stride(0),
         q.stride(1),
@@ -131,6 +154,7 @@ def rope_and_write_kv(
         COLUMNS=triton.next_power_of_2(head_dim // 2),
         TOKENS=_TOKENS,
         BLOCK_SIZE=block_size,
+        FP8=fp8,
         num_warps=1 if head_dim <= 128 else 2,
         enable_fp_fusion=False,
     )

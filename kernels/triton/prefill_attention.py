@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kernels.paged import split_size
 from kernels.triton.attention_tile import NO_SCORE, attend_split, first_split, merge
-from kernels.triton.decode_attention import LOG2_E, check_attention_inputs, kv_tile, tile_rows
+from kernels.triton.decode_attention import LOG2_E, check_attention_inputs, fp8_kind, kv_tile, tile_rows
 from kernels.triton.device import device_arch
+from kernels.triton.fp8 import as_bytes
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -29,6 +30,8 @@ def _prefill_kernel(
     kv_lens,
     block_tables,
     tiles,
+    k_scale,
+    v_scale,
     scale,
     cap,
     stride_q_token,
@@ -51,6 +54,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles + tile * 2)
@@ -72,6 +76,8 @@ def _prefill_kernel(
     low = earliest * 0
     if WINDOW > 0:
         low = tl.maximum(earliest - WINDOW + 1, 0)
+    if FP8 > 0:
+        scale = scale * tl.load(k_scale + kv_head)
     top = tl.full([M], NO_SCORE, tl.float32)
     norm = tl.zeros([M], tl.float32)
     total = tl.zeros([M, DP], tl.float32)
@@ -99,18 +105,21 @@ def _prefill_kernel(
             BLOCK_SIZE,
             WINDOW,
             CAPPED,
+            FP8,
         )
         top, norm, total = merge(top, norm, total, split_top, split_norm, split_total)
     result = total / tl.where(valid, norm, 1.0)[:, None]
+    if FP8 > 0:
+        result *= tl.load(v_scale + kv_head)
     out_row = (start + token).to(tl.int64) * stride_out_token + head * stride_out_head
     tl.store(out + out_row[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
 def prefill_tiles(
-    query_lens: Sequence[int], kv_lens: Sequence[int], *, group_size: int, head_dim: int, arch: int
+    query_lens: Sequence[int], kv_lens: Sequence[int], *, group_size: int, head_dim: int, arch: int, fp8: bool = False
 ) -> Tensor:
     """int32 [num_tiles, 2], on the host: (sequence, first token) of each tile, those with the most KV first."""
-    size = tile_rows(head_dim, arch) // group_size
+    size = tile_rows(head_dim, arch, fp8=fp8) // group_size
     tiles = [
         (kv_len - query_len + first, sequence, first)
         for sequence, (query_len, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True))
@@ -132,24 +141,29 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """q [T, Hq, D] -> [T, Hq, D]. `tiles` are those of `prefill_tiles` for the same lengths. Raises ValueError."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = k_cache.shape[1:3]
     check_attention_inputs(q, k_cache, v_cache, block_tables)
+    fp8 = fp8_kind(k_cache, k_scale, v_scale)
     out = torch.empty_like(q)
     if tiles.shape[0] == 0:
         return out
     padded_dim = max(triton.next_power_of_2(head_dim), 16)
     _prefill_kernel[(tiles.shape[0], num_kv_heads)](
         q,
-        k_cache,
-        v_cache,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
         out,
         cu_seqlens,
         kv_lens,
         block_tables,
         tiles,
+        kv_lens if k_scale is None else k_scale,
+        kv_lens if v_scale is None else v_scale,
         scale * LOG2_E,
         0.0 if cap is None else cap * LOG2_E,
         q.stride(0),
@@ -166,12 +180,13 @@ def prefill_attention(
         G=num_heads // num_kv_heads,
         D=head_dim,
         DP=padded_dim,
-        M=tile_rows(head_dim, device_arch(q.device)),
+        M=tile_rows(head_dim, device_arch(q.device), fp8=fp8 > 0),
         N=kv_tile(head_dim, device_arch(q.device)),
         SPLIT=split_size(block_size),
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAPPED=cap is not None,
+        FP8=fp8,
         num_warps=8,
         enable_fp_fusion=False,
         num_stages=3,

@@ -1,13 +1,15 @@
-"""Draws a token per row: argmax of the logits (greedy), or of logits / T + Gumbel noise, in one pass over them.
+"""Draws a token per row: argmax of the logits (greedy), or of logits / T + Gumbel noise over what the filters leave.
 
     logits         [R, >= V] of any float dtype, rows contiguous; columns from V on are padding
     logits_rows    int32 [S]: the row of `logits` each sample is drawn from (several may share one)
     temperature    float32 [S]; below 1e-5 is greedy, without noise
     seeds          int64 [S], the bits of the u64; positions, choices int64 [S]: with the token they key the noise
+    edits          what is done to the logits before (`logit_edits`); filters: min-p, top-k, top-p (`token_filter`)
     -> token ids   int64 [S]; -1 where logits are broken (NaN, +inf, or nothing above -inf)
 
-Among equals the lowest id wins. Pass 1 reduces chunks of a fixed size, pass 2 the chunks of a row. A maximum is exact:
-a sample depends on its row and key alone, and not on that order either.
+Among equals the lowest id wins. Rows with noise and without, with filters and without, are one kernel: pass 1 reduces
+chunks of a fixed size, pass 2 the chunks of a row. A maximum is exact: a sample depends on its row and key alone, and
+not on that order either.
 """
 
 import torch
@@ -15,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.logit_edits import LogitEdits, edit_logits
 from kernels.triton.philox import DOMAIN_TOKEN, gumbel, token_words
+from kernels.triton.token_filter import Filters, filter_tokens, order_keys
 
 GREEDY_TEMPERATURE = tl.constexpr(1e-5)  # as engine/sampler.py
 
@@ -31,12 +35,14 @@ def _draw_kernel(
     seeds,
     positions,
     choices,
+    cutoffs,
     best_scores,
     best_tokens,
     stride_logits,
     vocab_size,
     num_chunks,
     DOMAIN: tl.constexpr,
+    FILTERED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     sample, chunk = tl.program_id(0), tl.program_id(1)
@@ -50,6 +56,8 @@ def _draw_kernel(
         seed, position, choice = tl.load(seeds + sample), tl.load(positions + sample), tl.load(choices + sample)
         word = token_words(chunk * (CHUNK // 4), seed, position, choice, DOMAIN, CHUNK // 4)
         score = raw / heat + gumbel(word)
+    if FILTERED:
+        score = tl.where(order_keys(raw, token) >= tl.load(cutoffs + sample), score, float("-inf"))
     # A broken logit wins with +inf, which the second pass reports.
     broken = (raw != raw) | (raw == float("inf"))
     score = tl.where(broken, float("inf"), score)
@@ -81,6 +89,8 @@ def sample(
     positions: Tensor,
     choices: Tensor,
     vocab_size: int,
+    edits: LogitEdits | None = None,
+    filters: Filters | None = None,
 ) -> Tensor:
     """Token ids int64 [S]. Raises ValueError."""
     num_samples = logits_rows.shape[0]
@@ -91,6 +101,19 @@ def sample(
     token_ids = torch.empty(num_samples, dtype=torch.int64, device=logits.device)
     if num_samples == 0:
         return token_ids
+    if edits is not None:
+        logits = edit_logits(logits, logits_rows, edits, vocab_size)
+        logits_rows = torch.arange(num_samples, dtype=torch.int32, device=logits.device)
+    cutoffs = None
+    if filters is not None:
+        cutoffs = filter_tokens(
+            logits,
+            logits_rows=logits_rows,
+            temperature=temperature,
+            filters=filters,
+            vocab_size=vocab_size,
+            greedy_temperature=GREEDY_TEMPERATURE.value,
+        )
     num_chunks = triton.cdiv(vocab_size, _CHUNK)
     scores = torch.empty(num_samples, num_chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_samples, num_chunks, dtype=torch.int32, device=logits.device)
@@ -101,12 +124,14 @@ def sample(
         seeds,
         positions,
         choices,
+        positions if cutoffs is None else cutoffs,
         scores,
         tokens,
         logits.stride(0),
         vocab_size,
         num_chunks,
         DOMAIN=DOMAIN_TOKEN,
+        FILTERED=cutoffs is not None,
         CHUNK=_CHUNK,
         num_warps=8,
         enable_fp_fusion=False,

@@ -10,6 +10,7 @@ from kernels import reference
 from kernels.paged import PagedBatch, plan_attention
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.device import INTERPRETED_ARCH
+from kernels.triton.fp8 import CACHE_DTYPE
 from kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 
 # |out - float64| <= tolerance * max |v|, the scale of a weighted mean of v. float32: exp2 of scores up to 10 and sums
@@ -31,6 +32,7 @@ class AttentionCase:
     window: int | None = None
     cap: float | None = None
     dtype: torch.dtype = torch.float32
+    fp8: bool = False
     seed: int = 0
 
     def make(self) -> "AttentionInputs":
@@ -38,13 +40,18 @@ class AttentionCase:
         num_blocks = [-(-kv_len // self.block_size) for kv_len in self.kv_lens]
         ids = (torch.randperm(sum(num_blocks) + 3, generator=generator)).tolist()
         tables = [[ids.pop() for _ in range(count)] for count in num_blocks]
-        layout = KvLayout(3, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
-        blocks = torch.randn(sum(num_blocks) + 3, *layout.block_shape, generator=generator).to(self.dtype)
+        cache_dtype = CACHE_DTYPE if self.fp8 else self.dtype
+        layout = KvLayout(3, self.num_kv_heads, self.head_dim, self.block_size, cache_dtype)
+        blocks = torch.randn(sum(num_blocks) + 3, *layout.block_shape, generator=generator)
+        blocks = (blocks * 20).to(cache_dtype) if self.fp8 else blocks.to(self.dtype)
         memory = KvMemory(layout, blocks.shape[0])
         memory.blocks.copy_(blocks)
         num_heads = self.num_kv_heads * self.group_size
         q = torch.randn(sum(self.query_lens), num_heads, self.head_dim, generator=generator).to(self.dtype)
-        return AttentionInputs(self, q, *memory.layer(1), tables)
+        scales = (
+            [torch.rand(self.num_kv_heads, generator=generator) / 20 + 0.02 for _ in range(2)] if self.fp8 else None
+        )
+        return AttentionInputs(self, q, *memory.layer(1), tables, scales)
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class AttentionInputs:
     k_cache: Tensor
     v_cache: Tensor
     tables: list[list[int]]
+    scales: list[Tensor] | None = None
 
     @property
     def scale(self) -> float:
@@ -77,8 +85,15 @@ class AttentionInputs:
         if batch is None:
             return self.q.double()
         plan = plan_attention(batch, group_size=self.case.group_size, window=self.case.window)
-        wide = (self.q.double(), self.k_cache.double(), self.v_cache.double())
+        wide = (self.q.double(), *self.meant())
         return reference.paged_attention(*wide, plan, scale=self.scale, cap=self.case.cap)
+
+    def meant(self) -> list[Tensor]:
+        """K and V as float64, scales multiplied in."""
+        caches = [self.k_cache.double(), self.v_cache.double()]
+        if self.scales is None:
+            return caches
+        return [cache * scale.double()[:, None, None] for cache, scale in zip(caches, self.scales, strict=True)]
 
     def decode(self) -> Tensor:
         return decode_attention(
@@ -94,7 +109,7 @@ class AttentionInputs:
 
     def prefill(self) -> Tensor:
         case = self.case
-        shape = {"group_size": case.group_size, "head_dim": case.head_dim, "arch": INTERPRETED_ARCH}
+        shape = {"group_size": case.group_size, "head_dim": case.head_dim, "arch": INTERPRETED_ARCH, "fp8": case.fp8}
         return prefill_attention(
             self.q,
             self.k_cache,
@@ -112,8 +127,11 @@ class AttentionInputs:
         for row, table in enumerate(self.tables):
             tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
         kv_lens = torch.tensor(self.case.kv_lens, dtype=torch.int32)
-        return {"cu_seqlens": cu_seqlens, "kv_lens": kv_lens, "block_tables": tables}
+        metadata = {"cu_seqlens": cu_seqlens, "kv_lens": kv_lens, "block_tables": tables}
+        if self.scales is not None:
+            metadata |= {"k_scale": self.scales[0], "v_scale": self.scales[1]}
+        return metadata
 
     def error(self, out: Tensor) -> float:
         """Largest error, in units of the largest value of the whole cache."""
-        return float((out.double() - self.expected()).abs().max() / self.v_cache.double().abs().max())
+        return float((out.double() - self.expected()).abs().max() / self.meant()[1].abs().max())

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -64,6 +65,44 @@ def test_16_bits(dtype: str) -> None:
     assert is_close(decode, decode.decode())
     prefill = replace(PREFILL["ugly lengths"], dtype=DTYPES[dtype]).make()
     assert is_close(prefill, prefill.prefill())
+
+
+E4M3 = {
+    "float32": AttentionCase((1, 2), (17, 300), num_kv_heads=2, group_size=2, fp8=True),
+    "bfloat16": AttentionCase((9, 1), (33, 260), num_kv_heads=2, window=100, dtype=torch.bfloat16, fp8=True),
+    "heads of 256": AttentionCase((3, 1), (33, 40), num_kv_heads=1, head_dim=256, fp8=True),
+}
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("case", E4M3)
+def test_e4m3_cache(case: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close to float64 on what the cache stands for; decode and prefill give the same bits."""
+    monkeypatch.setattr(decode_attention, "has_conversion", lambda arch: native)
+    inputs = E4M3[case].make()
+    out = inputs.decode()
+    assert is_close(inputs, out)
+    assert torch.equal(inputs.prefill(), out)
+    assert torch.equal(inputs.only(1).decode(), out[-inputs.case.query_lens[1] :])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "old", "new"),
+    [
+        (decode_attention, "scale * tl.load(k_scale + kv_head)", "scale * tl.load(k_scale)"),
+        (decode_attention, "tl.load(v_scale + head // G)", "tl.load(v_scale + head % G)"),
+        (prefill_attention, "scale * tl.load(k_scale + kv_head)", "scale * 0.04"),
+        (prefill_attention, "tl.load(v_scale + kv_head)", "tl.load(v_scale)"),
+    ],
+)
+def test_a_bug_in_the_scales_goes_red(
+    kernels: ModuleType, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = kernels.__name__.rpartition(".")[2]
+    broken = getattr(mutant(kernels, old, new, tmp_path), name)
+    monkeypatch.setattr(f"tests.kernels.triton.attention_case.{name}", broken)
+    inputs = E4M3["float32"].make()
+    assert not is_close(inputs, inputs.decode() if kernels is decode_attention else inputs.prefill())
 
 
 SEEN_BY_DECODE = replace(LONG, window=300, seed=5)
@@ -191,5 +230,9 @@ def test_no_tokens_and_what_does_not_fit() -> None:
     assert replace(inputs, case=padding, q=inputs.q[:0]).prefill().shape == (0, 4, 64)
     with pytest.raises(ValueError, match="the cache torch"):
         replace(inputs, q=inputs.q.half()).decode()
+    with pytest.raises(ValueError, match="k_scale of an e4m3 cache must be float32"):
+        replace(E4M3["float32"].make(), scales=None).decode()
+    with pytest.raises(ValueError, match="k_scale is for an e4m3 cache"):
+        replace(inputs, scales=[torch.ones(1)] * 2).decode()
     with pytest.raises(ValueError, match="65 query heads per kv head, at most 64"):
         replace(LONG, group_size=65).make().decode()

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.memory import KvLayout, KvMemory
 from kernels import reference
 from kernels.triton import kv_write
+from kernels.triton.fp8 import CACHE_DTYPE
 from tests.kernels.triton.mutants import mutant
 from tests.kernels.triton.tensors import DTYPES, assert_close, random
 
@@ -86,9 +87,9 @@ def test_head_sizes() -> None:
     ("old", "new"),
     [
         ("second * c + first * s).to(q_out", "second * c - first * s).to(q_out"),
-        ("second * c + first * s).to(k_cache", "second * c - first * s).to(k_cache"),
+        ("_stored(second * c + first * s", "_stored(second * c - first * s"),
         ("slot % BLOCK_SIZE", "(slot + 1) % BLOCK_SIZE"),
-        ("tl.store(target + HALF, tl.load(source + HALF", "tl.store(target + HALF, tl.load(source"),
+        ("v_target + HALF, _stored(second, v", "v_target + HALF, _stored(first, v"),
         ("token[:, None] * HALF + column", "token[:, None] * 0 + column"),
     ],
 )
@@ -119,3 +120,22 @@ def test_what_does_not_fit_is_refused() -> None:
     step = Step.make(4, 2, 1, 64, torch.float32)
     with pytest.raises(ValueError, match="slots must be int64"):
         Step(step.q, step.k, step.v, step.cos, step.sin, step.slots.int(), step.memory).run(kv_write)
+
+
+def test_an_e4m3_cache_gets_the_rounded_quotients() -> None:
+    """k and v as a bfloat16 cache would get them, over the head's scale, as torch rounds them to e4m3."""
+    step = Step.make(19, 4, 2, 64, torch.bfloat16)
+    step.run(kv_write)
+    layout = KvLayout(3, 2, 64, 16, CACHE_DTYPE)
+    memory = KvMemory(layout, step.memory.num_blocks)
+    scales = {"k_scale": torch.tensor([0.02, 0.003]), "v_scale": torch.tensor([0.5, 0.01])}
+    kv_write.rope_and_write_kv(step.q, step.k, step.v, step.cos, step.sin, *memory.layer(1), step.slots, **scales)
+    slots = step.slots[step.slots >= 0]
+    for plain, stored, scale in zip(step.memory.layer(1), memory.layer(1), scales.values(), strict=True):
+        quotient = plain[slots // 16, :, slots % 16].float() / scale[:, None]
+        expected = quotient.clamp(-448, 448).to(CACHE_DTYPE)
+        assert torch.equal(stored[slots // 16, :, slots % 16].view(torch.uint8), expected.view(torch.uint8))
+    with pytest.raises(ValueError, match="v_scale of an e4m3 cache must be float32"):
+        kv_write.rope_and_write_kv(
+            step.q, step.k, step.v, step.cos, step.sin, *memory.layer(1), step.slots, k_scale=scales["k_scale"]
+        )
