@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -32,6 +32,8 @@ from engine.request import EngineRequest
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
 
+Clock = Callable[[], float]
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 METHODS = ("ngram", "int8", "w8a8", "layers")
 TEXTS = {
     "repeats": "The cat sat on the mat. The dog sat on the mat. The bird sat on the mat. " * 4,
@@ -45,6 +47,8 @@ class Point:
     method: str
     text: str
     tokens: int
+    clock: str
+    threads: int
     plain_tokens_per_second: float
     speculative_tokens_per_second: float
     ratio: float
@@ -58,7 +62,9 @@ class Point:
     numerics_class: str
 
 
-def run(engine: Engine, prompt: list[int], num_tokens: int) -> tuple[float, list[int], list[tuple[int, int]], int]:
+def run(
+    engine: Engine, prompt: list[int], num_tokens: int, clock: Clock
+) -> tuple[float, list[int], list[tuple[int, int]], int]:
     """Decode tokens a second after the first token; the tokens; (drafted, accepted) of each draft; steps."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=1)
     engine.add(EngineRequest("r", tuple(prompt), params))
@@ -70,11 +76,11 @@ def run(engine: Engine, prompt: list[int], num_tokens: int) -> tuple[float, list
         if tokens:
             num_steps += 1
         elif output.tokens:
-            began = time.perf_counter()
+            began = clock()
         tokens += [token.token_id for token in output.tokens]
         drafts += output.drafts
     engine.kv_cache.take_events()
-    return (len(tokens) - 1) / (time.perf_counter() - began), tokens, drafts, num_steps
+    return (len(tokens) - 1) / (clock() - began), tokens, drafts, num_steps
 
 
 def skip_layers(model: Path, out: Path) -> Path:
@@ -134,9 +140,20 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall", help="cpu: on a busy machine, with --threads 1"
+    )
+    parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    base = EngineOptions(model=str(options.model), dtype="bfloat16", kv_cache_memory_bytes=64 << 20, max_model_len=1024)
+    base = EngineOptions(
+        model=str(options.model),
+        dtype="bfloat16",
+        kv_cache_memory_bytes=64 << 20,
+        max_model_len=1024,
+        cpu_threads=options.threads,
+    )
+    clock = CLOCKS[options.clock]
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     prompts = {name: tokenizer.encode(text).ids for name, text in TEXTS.items()}
     points: list[Point] = []
@@ -148,7 +165,7 @@ def main() -> None:
                 draft = {"model": str(config["model"]), "quantization": str(config["quantization"])}
                 with running(base, **draft) as alone:
                     cost = statistics.median(
-                        run(plain, prompts["prose"], 32)[0] / run(alone, prompts["prose"], 32)[0]
+                        run(plain, prompts["prose"], 32, clock)[0] / run(alone, prompts["prose"], 32, clock)[0]
                         for _ in range(options.pairs)
                     )
             with running(base, speculative_config=json.dumps(config)) as speculative:
@@ -171,11 +188,12 @@ def measure(
     options: argparse.Namespace,
 ) -> Point:
     rates: list[tuple[float, float]] = []
+    clock = CLOCKS[options.clock]
     drafts: list[tuple[int, int]] = []
     num_steps = 1
     for _ in range(options.pairs):
-        slow, expected, _, _ = run(plain, prompt, options.tokens)
-        fast, tokens, drafts, num_steps = run(speculative, prompt, options.tokens)
+        slow, expected, _, _ = run(plain, prompt, options.tokens, clock)
+        fast, tokens, drafts, num_steps = run(speculative, prompt, options.tokens, clock)
         if tokens != expected:
             sys.exit(f"{method}, {name}: speculation changed a token")
         rates.append((slow, fast))
@@ -186,6 +204,8 @@ def measure(
         method,
         name,
         options.tokens,
+        options.clock,
+        options.threads,
         statistics.median(slow for slow, _ in rates),
         statistics.median(fast for _, fast in rates),
         statistics.median(fast / slow for slow, fast in rates),

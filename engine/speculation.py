@@ -16,7 +16,7 @@ from pagewire.speculative import SpeculativeConfig
 
 _DECAY = 0.75
 _LEAST_ACCEPTANCE = 0.25
-_USUAL_DECAY = 0.95
+_USUAL_DECAY = 0.9
 _FIRST_SLOTS = 256
 
 

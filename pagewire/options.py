@@ -1,5 +1,6 @@
 """Every option of every process as frozen pydantic models: type, limits, default, and the help text of its flag."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -58,6 +59,11 @@ def _database(url: str) -> tuple[str, str, str]:
     parts = urlsplit(url)
     hosts = parts.netloc.rpartition("@")[2]
     return hosts if ":" in hosts or not hosts else f"{hosts}:6379", parts.path.strip("/") or "0", parts.query
+
+
+def _as_json(value: object) -> object:
+    """A table of a configuration file, or a dict given to `LLM`, as what the flag would have."""
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 def _check_speculative(value: str) -> str:
@@ -199,7 +205,7 @@ class EngineOptions(_Frozen):
         "private", "Memory of the pool; memfd can be mapped by other processes (for shm_map).", panel=_ENGINE
     )
 
-    speculative_config: Annotated[str, AfterValidator(_check_speculative)] | None = option(
+    speculative_config: Annotated[str, BeforeValidator(_as_json), AfterValidator(_check_speculative)] | None = option(
         None,
         'Guess tokens and check several in one step; the output stays the same. JSON with vLLM\'s keys: {"method": '
         '"ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}, or {"model": "DIR"} for a draft model.',

@@ -88,8 +88,8 @@ class Drafter:
             return ()
         max_tokens = sequence.params.max_tokens
         if max_tokens is not None:
-            num_left = max_tokens - sequence.num_output_tokens
-            if self._lag(sequence) > max(_USUAL_LAG, _MOST_LAG_PER_TOKEN * num_left):
+            most_lag = max(_USUAL_LAG, _MOST_LAG_PER_TOKEN * (max_tokens - sequence.num_output_tokens))
+            if sequence.num_tokens > most_lag and self._lag(sequence) > most_lag:
                 return ()
         return (PLANNED,) * min(most, self._max_position + 1 - sequence.num_tokens)
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from pagewire.sampling import SamplingParams
-from tests.decode_svc.harness import BLOCK_SIZE, NIXL, cluster, greedy, random_prompt, reference
+from tests.decode_svc.harness import BLOCK_SIZE, NIXL, NUM_BLOCKS, cluster, greedy, random_prompt, reference
 
 PLANES = ["grpc", "shm_vm", "shm_map", "shm_ring", NIXL]
 LENGTHS = [1, 3, 4, 5, 7, 8, 9, 12, 16, 17]
@@ -38,8 +38,12 @@ async def test_chunks_and_mixed_batches(model, chunk):
         assert await workers.run_all(work) == expected
 
 
-async def test_speculation_changes_no_token(model):
-    """Drafts on decode, none on prefill; sampled, with several choices, mixed batches."""
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+async def test_speculation_changes_no_token(model, method):
+    """Drafts on decode, none on prefill; sampled, with several choices, mixed batches.
+
+    The draft model reads by itself what was transferred; it is the model itself, so all of its drafts come true.
+    """
     few = {40: 30.0, 50: 30.0}  # repetitive text
     work = [
         (random_prompt(9, 60), greedy(40, logit_bias=few)),
@@ -47,11 +51,14 @@ async def test_speculation_changes_no_token(model):
         (random_prompt(5, 62), SamplingParams(n=2, temperature=0.4, seed=4, max_tokens=30, logit_bias=few)),
     ]
     expected = reference(model, work)
-    options = {"speculative_config": '{"num_speculative_tokens": 3, "prompt_lookup_min": 1}'}
+    config = {"prompt_lookup_min": 1} if method == "ngram" else {"model": str(model)}
+    options = {"speculative_config": config | {"num_speculative_tokens": 3}, "num_blocks": 2 * NUM_BLOCKS}
     async with cluster(model, decode_options=options) as workers:
         assert await workers.run_all(work) == expected
         drafted = workers.value(workers.decode, "vllm:spec_decode_num_draft_tokens_total")
-        assert drafted > workers.value(workers.decode, "vllm:spec_decode_num_accepted_tokens_total") > 10
+        accepted = workers.value(workers.decode, "vllm:spec_decode_num_accepted_tokens_total")
+        assert drafted > accepted > 10 if method == "ngram" else drafted == accepted > 60
+        assert workers.value(workers.decode, "pagewire:transfer_blocks_total") > 0
 
 
 async def test_block_size_16(model):

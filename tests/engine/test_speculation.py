@@ -119,6 +119,14 @@ def test_a_bad_config_says_what_is_wrong(text: str, problem: str) -> None:
     assert problem in str(error.value)
 
 
+def test_a_config_may_be_a_dict() -> None:
+    """As in a TOML file, or in `LLM(..., speculative_config={...})`."""
+    options = EngineOptions(model="x", speculative_config={"model": "y", "num_speculative_tokens": 2})  # type: ignore[arg-type]
+    assert options.speculative_config is not None
+    parsed = SpeculativeConfig.parse(options.speculative_config)
+    assert (parsed.method, parsed.model, parsed.num_speculative_tokens) == ("draft_model", "y", 2)
+
+
 def run(engine: Engine, requests: list[EngineRequest]) -> tuple[list[TokenOutput], list[tuple[int, int]], int]:
     """All tokens in order of request, choice and index; (drafted, accepted) of each step; the number of steps."""
     tokens, drafts, num_steps = [], [], 0
