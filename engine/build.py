@@ -9,7 +9,7 @@ from engine.admission import SchedulerConfig
 from engine.kv_cache import KvCache
 from engine.lora.store import AdapterStore
 from engine.memory import KvLayout, KvMemory
-from engine.model_config import ModelConfig, load_model_config
+from engine.model_config import ModelError
 from engine.sample import SampledToken
 from engine.scheduler import Scheduler
 from engine.sequence import Schedule
@@ -17,6 +17,7 @@ from engine.sizing import available_memory, size_pool
 from engine.speculation import Speculator
 from engine.tiers.build import build_tiers
 from engine.tiers.kv_tiers import KvTiers
+from engine.transformers_config import ServedConfig, TransformersConfig, load_config
 from kvstore.block_pool import BlockPool
 from kvstore.hashing import root_key
 from pagewire.config import EngineOptions
@@ -38,7 +39,7 @@ class Runner(Protocol):
 class EngineParts:
     """What an engine is put together from."""
 
-    config: ModelConfig
+    config: ServedConfig
     memory: KvMemory
     kv_cache: KvCache
     scheduler: Scheduler
@@ -53,6 +54,8 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     # Here, not above: an engine on a fake runner needs none of it.
     from engine.kernel_set import load_kernel_set
     from engine.lora.build import build_adapters
+    from engine.lora.slots import AdapterSlots
+    from engine.models.decoder import Model
     from engine.models.registry import load_model
     from engine.runner import ModelRunner, set_cpu_threads
     from engine.sampler import Sampler
@@ -60,10 +63,25 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
 
     quantization = None if options.quantization == "none" else options.quantization
     kernels = load_kernel_set(options.kernels, set_cpu_threads(options.cpu_threads), quantization)
-    config = load_model_config(options.model, dtype=options.dtype, max_model_len=options.max_model_len)
-    digest = weights_digest(config.path, progress=progress)
-    model = load_model(config, kernels, progress=progress, digest=digest, packed_cache_bytes=options.packed_cache_bytes)
-    adapters, slots = build_adapters(options, config, model) if options.enable_lora else (None, None)
+    config = load_config(
+        options.model, dtype=options.dtype, max_model_len=options.max_model_len, model_impl=options.model_impl
+    )
+    adapters: AdapterStore | None = None
+    slots: AdapterSlots | None = None
+    model: Model
+    if isinstance(config, TransformersConfig):
+        from engine.models.transformers_load import load_transformers_model  # it imports all of transformers
+
+        if options.enable_lora:
+            raise ModelError(f"{config.path}: enable_lora is not supported with model_impl = transformers")
+        digest = weights_digest(config.path, progress=progress)
+        model = load_transformers_model(config, kernels)
+    else:
+        digest = weights_digest(config.path, progress=progress)
+        kept = options.packed_cache_bytes
+        model = load_model(config, kernels, progress=progress, digest=digest, packed_cache_bytes=kept)
+        if options.enable_lora:
+            adapters, slots = build_adapters(options, config, model)
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype)
     size = size_pool(
         block_bytes=layout.block_bytes,
@@ -95,7 +113,7 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     return EngineParts(config, memory, kv_cache, scheduler, runner, runner.numerics_class, adapters, tiers)
 
 
-def scheduler_config(options: EngineOptions, config: ModelConfig, max_model_len: int) -> SchedulerConfig:
+def scheduler_config(options: EngineOptions, config: ServedConfig, max_model_len: int) -> SchedulerConfig:
     """The scheduler's limits; `max_num_seqs` is lowered to what a step's tokens allow, with a log line."""
     if options.max_num_seqs > options.max_num_batched_tokens:
         logger.warning(

@@ -98,7 +98,8 @@ def _native(threads: int, quantization: Quantization | None) -> ModelKernels:
     return NativeKernels(extension, quantization)
 
 
-def numerics_class(kernels: ModelKernels, dtype: torch.dtype) -> str:
-    """Within one class logits are bitwise equal on every path (DESIGN §4)."""
+def numerics_class(kernels: ModelKernels, dtype: torch.dtype, implementation: str = "") -> str:
+    """Within one class logits are bitwise equal on every path (DESIGN §4); `implementation` if it isn't pagewire's."""
     quantized = f"+{kernels.quantization}" if kernels.quantization else ""
-    return f"{str(dtype).removeprefix('torch.')}{quantized}/{kernels.NAME}/{kernels.isa}/tp1"
+    name = f"{implementation}+{kernels.NAME}" if implementation else kernels.NAME
+    return f"{str(dtype).removeprefix('torch.')}{quantized}/{name}/{kernels.isa}/tp1"

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernel_set import ModelKernels
+from engine.kernel_set import ModelKernels, numerics_class
 from engine.layers import RmsNorm, StepContext
 from engine.lora.step import LoraStep
 from engine.memory import KvMemory
@@ -22,6 +22,24 @@ class Block(Protocol):
     """One layer: (hidden states [T, hidden], step) -> hidden states."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor: ...
+
+
+class Model(Protocol):
+    """What runs a batch: one of the families below, or a module of transformers."""
+
+    @property
+    def numerics_class(self) -> str: ...
+    @property
+    def adaptable(self) -> tuple[Projection, ...]: ...
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        memory: KvMemory,
+        adapters: LoraStep | None = None,
+    ) -> Tensor: ...
+    def logits(self, hidden: Tensor, adapters: LoraStep | None = None) -> Tensor: ...
 
 
 class Decoder:
@@ -40,6 +58,11 @@ class Decoder:
         self.norm = RmsNorm(kernels, weights, "norm", config.hidden_size, config)
         tied = config.tie_word_embeddings
         self.head = self.embedding if tied else weights.pack(Projection(HEAD, rows, columns))
+
+    @property
+    def numerics_class(self) -> str:
+        """Within one class logits are bitwise equal on every path."""
+        return numerics_class(self.kernels, self.config.dtype)
 
     @property
     def adaptable(self) -> tuple[Projection, ...]:
