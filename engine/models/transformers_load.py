@@ -122,7 +122,7 @@ def _prove(model: TransformersModel) -> None:
                 f"through the paged cache its logits are {error:.2g} of their norm away from transformers' own, more "
                 f"than {tolerance}: its attention does something that the interface does not tell"
             )
-    model.varying = not torch.equal(rest[2:], alone[half:])
+    model.varying |= not torch.equal(rest[2:], alone[half:])
 
 
 def _logits(model: TransformersModel, memory: KvMemory, work: list[tuple[Tensor, int, list[int]]]) -> Tensor:

@@ -28,6 +28,8 @@ from kernels.tile_pool import single_threaded
 
 ATTENTION = "pagewire"
 TILE_ROWS = 16
+EVEN_WIDTH = 4
+"""Of 16 rows of such a width nothing is left after torch's vectorized loops (two AVX-512 registers of bfloat16)."""
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_router_logits", "output_hidden_states"}
 )
@@ -50,7 +52,7 @@ class PagedStep:
 
 
 class TransformersModel:
-    """A module of transformers as the engine runs a model; `varying`: rows were seen to depend on others."""
+    """A module of transformers as the engine runs a model; `varying`: a row's last bits may depend on others."""
 
     adaptable: tuple[Projection, ...] = ()
 
@@ -58,13 +60,17 @@ class TransformersModel:
         """`module`: the causal model, in evaluation mode, with ATTENTION as its attention. Its linears are replaced."""
         self.config = config
         self.kernels = kernels
-        self.varying = False
         self.module = module
         self._step = PagedStep(config, kernels)
         for each in module.modules():
             if isinstance(getattr(each, "layer_idx", None), int):
                 each.paged_step = self._step
         replace_linears(module, kernels)
+        head = module.get_output_embeddings()
+        self.varying = any(
+            isinstance(each, PackedLinear) and each is not head and each.out_features % EVEN_WIDTH
+            for each in module.modules()
+        )
         self._base = module.base_model
         # The causal model's own way from hidden states to logits, with their scaling, cap and whatever it has.
         self._head = copy.copy(module)
