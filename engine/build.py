@@ -10,7 +10,6 @@ from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
 from engine.lora.store import AdapterStore
 from engine.memory import KvLayout, KvMemory
-from engine.model_config import ModelConfig, load_model_config
 from engine.sample import SampledToken
 from engine.scheduler import Scheduler
 from engine.sequence import Schedule
@@ -18,6 +17,7 @@ from engine.sizing import available_memory, size_pool
 from engine.speculation import Speculator
 from engine.tiers.build import build_tiers
 from engine.tiers.kv_tiers import KvTiers
+from engine.transformers_config import ServedConfig
 from kvstore.block_pool import BlockPool
 from kvstore.hashing import root_key
 from pagewire.config import EngineOptions
@@ -39,7 +39,7 @@ class Runner(Protocol):
 class EngineParts:
     """What an engine is put together from."""
 
-    config: ModelConfig
+    config: ServedConfig
     memory: KvMemory
     kv_cache: KvCache
     scheduler: Scheduler
@@ -55,23 +55,19 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     # Here, not above: an engine on a fake runner needs none of it.
     from engine.draft.build import load_draft
     from engine.kernel_set import load_kernel_set
-    from engine.lora.build import build_adapters
-    from engine.models.registry import load_model
+    from engine.loading import load_served_model
     from engine.runner import ModelRunner, set_cpu_threads
     from engine.sampler import Sampler
-    from engine.weights import weights_digest
 
     quantization = None if options.quantization == "none" else options.quantization
     threads = set_cpu_threads(options.cpu_threads)
     kernels = load_kernel_set(options.kernels, threads, quantization)
-    config = load_model_config(options.model, dtype=options.dtype, max_model_len=options.max_model_len)
-    digest = weights_digest(config.path, progress=progress)
-    model = load_model(config, kernels, progress=progress, digest=digest, packed_cache_bytes=options.packed_cache_bytes)
-    adapters, slots = build_adapters(options, config, model) if options.enable_lora else (None, None)
+    served = load_served_model(options, kernels, progress)
+    config, slots = served.config, served.slots
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype)
     speculative = None if options.speculative_config is None else SpeculativeConfig.parse(options.speculative_config)
     has_draft = speculative is not None and speculative.method == "draft_model"
-    draft = load_draft(speculative, options, model, threads) if speculative is not None and has_draft else None
+    draft = load_draft(speculative, options, served, threads) if speculative is not None and has_draft else None
     size = size_pool(
         block_bytes=layout.block_bytes,
         draft_block_bytes=0 if draft is None else draft.layout.block_bytes,
@@ -84,7 +80,7 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         available_bytes=max(0, available_memory() - (0 if slots is None else slots.num_layer_bytes)),
     )
     root = root_key(
-        weights_digest=digest,
+        weights_digest=served.digest,
         kv_config=config.kv_config(),
         compute_dtype=config.dtype_name,
         kv_dtype=config.dtype_name,
@@ -101,13 +97,15 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         speculator = Speculator(speculative, drafter, draft.cost)
     elif speculative is not None:
         speculator = Speculator(speculative)
-    runner = ModelRunner(config, model, memory, Sampler(config.vocab_size), slots)
+    runner = ModelRunner(config, served.model, memory, Sampler(config.vocab_size), slots)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
-    return EngineParts(config, memory, kv_cache, scheduler, runner, runner.numerics_class, adapters, tiers, drafter)
+    return EngineParts(
+        config, memory, kv_cache, scheduler, runner, runner.numerics_class, served.adapters, tiers, drafter
+    )
 
 
-def scheduler_config(options: EngineOptions, config: ModelConfig, max_model_len: int) -> SchedulerConfig:
+def scheduler_config(options: EngineOptions, config: ServedConfig, max_model_len: int) -> SchedulerConfig:
     """The scheduler's limits; `max_num_seqs` is lowered to what a step's tokens allow, with a log line."""
     if options.max_num_seqs > options.max_num_batched_tokens:
         logger.warning(

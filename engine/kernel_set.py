@@ -102,8 +102,14 @@ def _native(threads: int, quantization: Quantization | None) -> ModelKernels:
     return NativeKernels(extension, quantization)
 
 
-def numerics_class(kernels: ModelKernels, dtype: torch.dtype, stored: str | None = None) -> str:
-    """Within one class logits are bitwise equal on every path (DESIGN §4). `stored`: the checkpoint's quantization."""
+def numerics_class(
+    kernels: ModelKernels, dtype: torch.dtype, *, stored: str | None = None, implementation: str = ""
+) -> str:
+    """Within one class logits are bitwise equal on every path (DESIGN §4).
+
+    `stored`: the checkpoint's quantization; `implementation`: of the model, if it isn't pagewire's.
+    """
     quantization = stored or kernels.quantization
     quantized = f"+{quantization}" if quantization else ""
-    return f"{str(dtype).removeprefix('torch.')}{quantized}/{kernels.NAME}/{kernels.isa}/tp1"
+    name = f"{implementation}+{kernels.NAME}" if implementation else kernels.NAME
+    return f"{str(dtype).removeprefix('torch.')}{quantized}/{name}/{kernels.isa}/tp1"

@@ -117,7 +117,7 @@ def load_model_config(path: Path | str, *, dtype: str = "auto", max_model_len: i
     embedding depends on the longest sequence to be served (`max_model_len`; None: the model's own limit).
     """
     directory = Path(path)
-    hf = _read_hf_config(directory)
+    hf = read_hf_config(directory)
     name = str((getattr(hf, "architectures", None) or [""])[0])
     if name not in ARCHITECTURES:
         raise ModelError(
@@ -128,14 +128,14 @@ def load_model_config(path: Path | str, *, dtype: str = "auto", max_model_len: i
     if text is not hf:
         text.tie_word_embeddings = hf.tie_word_embeddings
     try:
-        return _describe(directory, name, hf, text, _compute_dtype(dtype, text), max_model_len)
+        return _describe(directory, name, hf, text, compute_dtype(dtype, text), max_model_len)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
 
 
-def _read_hf_config(directory: Path) -> Any:
+def read_hf_config(directory: Path) -> Any:
     config_file = directory / "config.json"
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
@@ -170,7 +170,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _compute_dtype(wanted: str, text: Any) -> torch.dtype:
+def compute_dtype(wanted: str, text: Any) -> torch.dtype:
     if wanted == "auto":
         stored = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
         return _DTYPES.get(stored, torch.float32)
@@ -184,8 +184,8 @@ def _describe(
 ) -> ModelConfig:
     family = ARCHITECTURES[architecture]
     gemma = family == "gemma3"
-    num_heads = _positive(text, "num_attention_heads")
-    hidden_size = _positive(text, "hidden_size")
+    num_heads = positive(text, "num_attention_heads")
+    hidden_size = positive(text, "hidden_size")
     head_dim = getattr(text, "head_dim", None) or hidden_size // num_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     if num_heads % num_kv_heads or head_dim % 2:
@@ -196,8 +196,8 @@ def _describe(
     if getattr(text, "use_bidirectional_attention", False):
         raise ValueError("use_bidirectional_attention is not supported; attention here is causal")
     attention_bias = bool(getattr(text, "attention_bias", False))
-    num_layers = _positive(text, "num_hidden_layers")
-    max_position = _positive(text, "max_position_embeddings")
+    num_layers = positive(text, "num_hidden_layers")
+    max_position = positive(text, "max_position_embeddings")
     if family == "phi3":
         longest = max_position if max_model_len is None else max_model_len
         rope = read_phi_rope(text.rope_parameters, head_dim=head_dim, max_position=max_position, longest=longest)
@@ -211,11 +211,11 @@ def _describe(
         dtype=dtype,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=_positive(text, "intermediate_size"),
+        intermediate_size=positive(text, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=_positive(text, "vocab_size"),
+        vocab_size=positive(text, "vocab_size"),
         max_position=max_position,
         norm_eps=float(text.rms_norm_eps),
         norm_unit_offset=gemma,
@@ -231,8 +231,8 @@ def _describe(
         tie_word_embeddings=bool(text.tie_word_embeddings),
         layer_windows=_layer_windows(text, num_layers),
         layer_ropes=ropes,
-        eos_token_ids=_eos_token_ids(directory, hf, text),
-        bos_token_id=_first_id(text.bos_token_id),
+        eos_token_ids=read_eos_token_ids(directory, hf, text),
+        bos_token_id=first_id(text.bos_token_id),
         moe=MoeConfig.read(text, family, num_layers) if family in ("mixtral", "qwen3_moe") else None,
         quantization=_quantization(hf),
     )
@@ -244,7 +244,7 @@ def _quantization(hf: Any) -> StoredFormat | None:
     return None if stored is None else parse_quantization(stored)
 
 
-def _positive(text: Any, name: str) -> int:
+def positive(text: Any, name: str) -> int:
     value = getattr(text, name, None)
     if not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name} is {value!r}; it must be a positive integer")
@@ -269,7 +269,7 @@ def _layer_windows(text: Any, num_layers: int) -> tuple[int | None, ...]:
     kinds = _layer_kinds(text, num_layers)
     if "sliding_attention" not in kinds:
         return (None,) * num_layers
-    window = _positive(text, "sliding_window")
+    window = positive(text, "sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -284,12 +284,12 @@ def _layer_ropes(text: Any, num_layers: int) -> tuple[RopeConfig, ...]:
     return tuple(per_kind[kind] for kind in kinds)
 
 
-def _first_id(value: object) -> int | None:
+def first_id(value: object) -> int | None:
     first = value[0] if isinstance(value, list) and value else value
     return first if isinstance(first, int) else None
 
 
-def _eos_token_ids(directory: Path, hf: Any, text: Any) -> tuple[int, ...]:
+def read_eos_token_ids(directory: Path, hf: Any, text: Any) -> tuple[int, ...]:
     """All ids that end a sequence: generation_config.json's, else the config's; in the order given, each once."""
     generation_file = directory / "generation_config.json"
     found: object = None

@@ -9,17 +9,16 @@ import torch
 
 from engine.batch import build_batch
 from engine.constraint import Constraint
-from engine.kernel_set import numerics_class
 from engine.lora.slots import AdapterSlots
 from engine.lora.step import LoraStep
 from engine.memory import KvMemory
-from engine.model_config import ModelConfig
-from engine.models.decoder import Decoder
+from engine.models.decoder import Model
 from engine.sample import SampledToken, SampleRow
 from engine.sample_row import row_of
 from engine.sampler import Sampler
 from engine.sequence import Schedule, ScheduledSequence
 from engine.sequence import Sequence as EngineSequence
+from engine.transformers_config import ServedConfig
 from pagewire.grammar import GrammarError
 
 PROMPT_LOGPROB_ROWS = 32
@@ -38,8 +37,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: ModelConfig,
-        model: Decoder,
+        config: ServedConfig,
+        model: Model,
         memory: KvMemory,
         sampler: Sampler,
         slots: AdapterSlots | None = None,
@@ -49,7 +48,7 @@ class ModelRunner:
         self._memory = memory
         self._sampler = sampler
         self._slots = slots
-        self.numerics_class = numerics_class(model.kernels, config.dtype, config.quantization_label)
+        self.numerics_class = model.numerics_class
 
     def execute(self, schedule: Schedule) -> list[list[SampledToken]]:
         """One list per item of the schedule: empty unless it samples, one token per choice to sample otherwise.

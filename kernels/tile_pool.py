@@ -28,7 +28,7 @@ class TilePool:
 
     def run(self, num_pieces: int, body: Body, *, spread: bool = True) -> None:
         """Do all pieces; `spread` False keeps them on this thread (a hand-over costs about 50 us)."""
-        with _single_threaded():
+        with single_threaded():
             shares = min(self.threads, num_pieces) if spread else 1
             if self._others is None or shares < 2:
                 body(0, num_pieces)
@@ -50,7 +50,7 @@ def _infer(body: Body, begin: int, end: int) -> None:
 
 
 @contextmanager
-def _single_threaded() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """This thread's torch calls (and MKL's on all threads) use one thread; setting it costs 0.2 us."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

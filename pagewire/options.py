@@ -122,6 +122,12 @@ class EngineOptions(_Frozen):
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "Compute type; auto takes what the model was saved in.", panel=_MODEL
     )
+    model_impl: Literal["auto", "pagewire", "transformers"] = option(
+        "auto",
+        "Who runs the model: pagewire's own code, or Hugging Face's module over the paged cache; auto takes the first "
+        "that knows the architecture.",
+        panel=_MODEL,
+    )
     kernels: Literal["auto", "native", "torch", "reference"] = option(
         "auto",
         "Kernel set; auto is native where it runs. Reference accumulates in float64, slow but exact.",

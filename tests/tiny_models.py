@@ -102,6 +102,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 512,
         "tie_word_embeddings": False,
     },
+    "gpt2": {  # not one of pagewire's own
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+    },
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -152,6 +160,8 @@ def make_tiny_model(
 def tiny_weights(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor]:
     """Random float32 weights under Hugging Face's names for a config as written by `make_tiny_model`."""
     generator = torch.Generator().manual_seed(seed)
+    if config["model_type"] == "gpt2":
+        return _gpt2_weights(config, generator)
     hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -223,6 +233,34 @@ def fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 tensor = torch.cat((found[name], tensor)) if name in found else tensor
         found[name] = tensor
     return found
+
+
+def _gpt2_weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    hidden, weights = config["hidden_size"], {}
+
+    def normal(name: str, *shape: int, std: float, mean: float = 0.0) -> None:
+        weights[name] = torch.randn(*shape, generator=generator) * std + mean
+
+    def norm(name: str, mean: float = 1.0) -> None:
+        normal(f"{name}.weight", hidden, std=0.2, mean=mean)
+        normal(f"{name}.bias", hidden, std=0.1)
+
+    normal("transformer.wte.weight", config["vocab_size"], hidden, std=0.1)
+    normal("transformer.wpe.weight", config["max_position_embeddings"], hidden, std=0.1)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"transformer.h.{layer}"
+        for name, rows, columns, std in (
+            ("attn.c_attn", hidden, 3 * hidden, 1.5 / 8),
+            ("attn.c_proj", hidden, hidden, 1.5 / 8),
+            ("mlp.c_fc", hidden, 4 * hidden, 1 / 8),
+            ("mlp.c_proj", 4 * hidden, hidden, 1.5 / 16),
+        ):
+            normal(f"{prefix}.{name}.weight", rows, columns, std=std)
+            normal(f"{prefix}.{name}.bias", columns, std=0.1)
+        norm(f"{prefix}.ln_1")
+        norm(f"{prefix}.ln_2")
+    norm("transformer.ln_f", mean=3 / (0.1 * hidden**0.5))
+    return weights
 
 
 def is_sparse(config: dict[str, Any], layer: int) -> bool:

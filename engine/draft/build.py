@@ -13,10 +13,12 @@ from engine.draft.drafter import Drafter
 from engine.draft.runner import DraftRunner
 from engine.errors import EngineError
 from engine.kernel_set import load_kernel_set
+from engine.loading import LoadedModel
 from engine.memory import KvLayout, KvMemory
 from engine.model_config import ModelConfig, ModelError, load_model_config
-from engine.models.decoder import EMBEDDING, Decoder
+from engine.models.decoder import Decoder
 from engine.models.registry import load_model
+from engine.transformers_config import ServedConfig
 from engine.weights import weights_digest
 from kvstore.tokenizer_digest import tokenizer_digest
 from pagewire.config import EngineOptions
@@ -36,7 +38,7 @@ class LoadedDraft:
     cost: float
 
     def start(
-        self, num_blocks: int, generations: NDArray[np.uint64], config: SpeculativeConfig, target: ModelConfig
+        self, num_blocks: int, generations: NDArray[np.uint64], config: SpeculativeConfig, target: ServedConfig
     ) -> Drafter:
         """With KV memory for each block of the pool, whose `generations` these are."""
         return Drafter(
@@ -48,12 +50,14 @@ class LoadedDraft:
         )
 
 
-def load_draft(speculative: SpeculativeConfig, options: EngineOptions, target: Decoder, threads: int) -> LoadedDraft:
+def load_draft(
+    speculative: SpeculativeConfig, options: EngineOptions, target: LoadedModel, threads: int
+) -> LoadedDraft:
     """Raises EngineError that names the key, when the model can't be loaded or does not fit `target`."""
     path = speculative.model or ""
     quantization = None if speculative.quantization == "none" else speculative.quantization
     try:
-        config = load_model_config(path, dtype=speculative.dtype or options.dtype)
+        config = load_model_config(path, dtype=speculative.dtype or options.dtype, max_model_len=options.max_model_len)
         _check_vocabulary(config, target.config)
         model = load_model(
             config,
@@ -64,19 +68,12 @@ def load_draft(speculative: SpeculativeConfig, options: EngineOptions, target: D
     except ModelError as error:
         raise EngineError(f"{_FIELD}: {error}") from error
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype)
-    cost = _num_bytes_read(model) / _num_bytes_read(target)
+    cost = model.num_bytes_read / target.model.num_bytes_read
     logger.info("draft model %s: a token reads %.0f%% of the bytes that the served model's does", path, 100 * cost)
     return LoadedDraft(model, layout, cost)
 
 
-def _num_bytes_read(model: Decoder) -> int:
-    """Bytes of weights that a forward of one token reads."""
-    width = model.config.dtype.itemsize if model.kernels.quantization is None else 1
-    read = (each for each in model.projections if each.names != EMBEDDING or model.config.tie_word_embeddings)
-    return width * sum(sum(each.num_outs) * each.num_in for each in read)
-
-
-def _check_vocabulary(draft: ModelConfig, target: ModelConfig) -> None:
+def _check_vocabulary(draft: ModelConfig, target: ServedConfig) -> None:
     """Token ids are all that the two models say to each other."""
     if draft.vocab_size != target.vocab_size:
         raise ModelError(

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernel_set import ModelKernels
+from engine.kernel_set import ModelKernels, numerics_class
 from engine.layers import RmsNorm, StepContext
 from engine.lora.step import LoraStep
 from engine.memory import KvMemory
@@ -22,6 +22,26 @@ class Block(Protocol):
     """One layer: (hidden states [T, hidden], step) -> hidden states."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor: ...
+
+
+class Model(Protocol):
+    """What runs a batch: one of the families below, or a module of transformers."""
+
+    @property
+    def numerics_class(self) -> str: ...
+    @property
+    def num_bytes_read(self) -> int: ...
+    @property
+    def adaptable(self) -> tuple[Projection, ...]: ...
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        memory: KvMemory,
+        adapters: LoraStep | None = None,
+    ) -> Tensor: ...
+    def logits(self, hidden: Tensor, adapters: LoraStep | None = None) -> Tensor: ...
 
 
 class Decoder:
@@ -40,6 +60,22 @@ class Decoder:
         self.norm = RmsNorm(kernels, weights, "norm", config.hidden_size, config)
         tied = config.tie_word_embeddings
         self.head = self.embedding if tied else weights.pack(Projection(HEAD, rows, columns))
+
+    @property
+    def numerics_class(self) -> str:
+        """Within one class logits are bitwise equal on every path."""
+        return numerics_class(self.kernels, self.config.dtype, stored=self.config.quantization_label)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of weights that a forward of one token reads, about: a byte for each quantized one."""
+        config = self.config
+        is_quantized = self.kernels.quantization is not None or config.quantization is not None
+        width = 1 if is_quantized else config.dtype.itemsize
+        of_experts = 1.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
+        read = (each for each in self.projections if each.names != EMBEDDING or config.tie_word_embeddings)
+        sizes = ((1.0 if each.adaptable else of_experts) * sum(each.num_outs) * each.num_in for each in read)
+        return int(width * sum(sizes))
 
     @property
     def adaptable(self) -> tuple[Projection, ...]:

@@ -35,7 +35,12 @@ SETUPS = [
 ]
 ALL = product(FAMILIES, (4, 16), (3, 64), ("grpc", "shm_vm", "shm_map", "shm_ring"))
 NIXL = [("llama", 4, 64, "nixl")] if is_installed() else []
-LATER = [("mixtral", 16, 64, "grpc"), ("qwen3_moe", 4, 12, "shm_vm"), ("phi3", 16, 12, "auto")]
+LATER = [
+    ("mixtral", 16, 64, "grpc"),
+    ("qwen3_moe", 4, 12, "shm_vm"),
+    ("phi3", 16, 12, "auto"),
+    ("gpt2", 16, 12, "grpc"),
+]
 NIGHTLY = [pytest.param(setup, marks=pytest.mark.nightly) for setup in (*ALL, *LATER, *NIXL) if setup not in SETUPS]
 
 

@@ -13,8 +13,9 @@ from transformers.utils import logging as transformers_logging
 
 from engine.kernel_set import load_kernel_set
 from engine.memory import KvLayout, KvMemory
-from engine.model_config import load_model_config
 from engine.models.registry import load_model
+from engine.models.transformers_load import load_transformers_model
+from engine.transformers_config import ModelImpl, TransformersConfig, load_config
 from kernels import cpu
 from kernels.paged import PagedBatch
 from tests.tiny_models import VOCAB_SIZE
@@ -63,11 +64,15 @@ class TinyModel:
         max_tokens: int = 160,
         threads: int = 1,
         max_model_len: int | None = None,
+        model_impl: ModelImpl = "auto",
     ) -> None:
         if kernels == "native" and not cpu.available():
             pytest.skip(cpu.why_unavailable())
-        self.config = load_model_config(path, dtype=dtype, max_model_len=max_model_len)
-        self.model = load_model(self.config, load_kernel_set(kernels, threads))
+        self.config: Any
+        self.model: Any
+        self.config = load_config(path, dtype=dtype, max_model_len=max_model_len, model_impl=model_impl)
+        load = load_transformers_model if isinstance(self.config, TransformersConfig) else load_model
+        self.model = load(self.config, load_kernel_set(kernels, threads))
         per_sequence = -(-max_tokens // block_size)
         config = self.config
         layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, config.dtype)

@@ -1,0 +1,43 @@
+"""Loads the served model: pagewire's own family or Hugging Face's module, with the adapters that may change it."""
+
+from dataclasses import dataclass
+
+from engine.kernel_set import ModelKernels
+from engine.lora.build import build_adapters
+from engine.lora.slots import AdapterSlots
+from engine.lora.store import AdapterStore
+from engine.model_config import ModelError
+from engine.models.decoder import Model
+from engine.models.registry import load_model
+from engine.transformers_config import ServedConfig, TransformersConfig, load_config
+from engine.weights import Progress, weights_digest
+from pagewire.config import EngineOptions
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """`digest` is the weights'; `adapters` and `slots` are None if adapters are not served."""
+
+    config: ServedConfig
+    model: Model
+    digest: bytes
+    adapters: AdapterStore | None = None
+    slots: AdapterSlots | None = None
+
+
+def load_served_model(options: EngineOptions, kernels: ModelKernels, progress: Progress | None) -> LoadedModel:
+    """Raises ModelError for a model or an adapter that cannot be served."""
+    config = load_config(
+        options.model, dtype=options.dtype, max_model_len=options.max_model_len, model_impl=options.model_impl
+    )
+    digest = weights_digest(config.path, progress=progress)
+    if isinstance(config, TransformersConfig):
+        from engine.models.transformers_load import load_transformers_model  # it imports all of transformers
+
+        if options.enable_lora:
+            raise ModelError(f"{config.path}: enable_lora is not supported with model_impl = transformers")
+        return LoadedModel(config, load_transformers_model(config, kernels), digest)
+    kept = options.packed_cache_bytes
+    model = load_model(config, kernels, progress=progress, digest=digest, packed_cache_bytes=kept)
+    adapters, slots = build_adapters(options, config, model) if options.enable_lora else (None, None)
+    return LoadedModel(config, model, digest, adapters, slots)
