@@ -1,4 +1,4 @@
-"""Times engine steps with int8 weights against float32 and bfloat16 ones, in interleaved rounds of one run.
+"""Times engine steps with int8 and 4-bit weights against float32 and bfloat16 ones, in interleaved rounds of one run.
 
     .venv/bin/python bench/quantization.py --model .cache/models/gemma-3-270m --out FILE
 
@@ -6,6 +6,7 @@ A round runs every variant once: a decode step of 1, 8 and 32 sequences (schedul
 of 512 tokens. A point is a variant's median over the rounds; `ratio` the median of the baseline's time over its own
 within a round, so above 1 is faster than bfloat16. Other load on the machine shows in the spread of the ratios; with
 `--cpu-time` one thread computes and its CPU time counts, so that load matters less (shared bandwidth still does).
+"w4a16" are 4-bit copies of the model (four_bit_copy.py), the lm_head in bfloat16 or in 4 bits too.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import csv
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -20,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.four_bit_copy import four_bit_copy
 from bench.machine import processor
 from engine.engine import Engine
 from engine.request import EngineRequest
@@ -30,6 +33,7 @@ Clock = Callable[[], float]
 
 BASELINE = "bfloat16"
 VARIANTS = ("bfloat16", "float32", "bfloat16+int8", "bfloat16+w8a8", "float32+int8", "float32+w8a8")
+FOUR_BITS = {"bfloat16+w4a16": False, "bfloat16+w4a16+head": True}
 DECODES = {1: 12, 8: 6, 32: 3}  # sequences: steps
 PREFILL_TOKENS = 512
 PROMPT_TOKENS = 16
@@ -51,8 +55,11 @@ class Point:
     ratio_high: float
 
 
-def make_engine(model: str, variant: str, threads: int) -> Engine:
+def make_engine(model: str, variant: str, threads: int, scratch: Path) -> Engine:
     dtype, _, quantization = variant.partition("+")
+    if variant in FOUR_BITS:
+        model = str(four_bit_copy(Path(model), scratch / quantization, head=FOUR_BITS[variant]))
+        quantization = "none"
     fields = {"dtype": dtype, "quantization": quantization or "none", "cpu_threads": threads, "kernels": "native"}
     limits = {"max_model_len": 640, "max_num_batched_tokens": PREFILL_TOKENS, "kv_cache_memory_bytes": 256 << 20}
     return Engine(EngineOptions.model_validate({"model": model, "enable_prefix_caching": False} | fields | limits))
@@ -119,12 +126,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="decode of 1 and 8 sequences only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--variants", nargs="+", default=[*VARIANTS, *FOUR_BITS], help=f"{BASELINE} is always among them"
+    )
     parser.add_argument("--out", type=Path, help="write a CSV")
     parser.add_argument("--cpu-time", action="store_true", help="one thread's CPU time")
     options = parser.parse_args()
     threads = 1 if options.cpu_time else options.threads
     clock = time.thread_time if options.cpu_time else time.perf_counter
-    engines = {variant: make_engine(options.model, variant, threads) for variant in VARIANTS}
+    variants = dict.fromkeys([BASELINE, *options.variants])
+    with tempfile.TemporaryDirectory() as scratch:
+        engines = {variant: make_engine(options.model, variant, threads, Path(scratch)) for variant in variants}
     for engine in engines.values():
         decode_seconds(engine, clock, 1, 1)
     rounds = []
@@ -135,7 +147,7 @@ def main() -> None:
     print(f"{processor()}, {threads} threads, {made[0].clock} time, load {made[0].load:.1f}, {options.rounds} rounds")
     for p in made:
         spread = f"{p.ratio_low:.2f}-{p.ratio_high:.2f}"
-        print(f"{p.variant:<15}{p.work:<12}{p.milliseconds:>9.1f} ms  {p.ratio:>5.2f}x ({spread})")
+        print(f"{p.variant:<21}{p.work:<12}{p.milliseconds:>9.1f} ms  {p.ratio:>5.2f}x ({spread})")
     if options.out:
         with options.out.open("w", newline="") as file:
             writer = csv.writer(file)

@@ -1,4 +1,4 @@
-"""Dequantizes GGUF tensors one by one into a safetensors file under Hugging Face's names."""
+"""Writes GGUF tensors one by one into a safetensors file under Hugging Face's names, dequantized or packed."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType, dequantize
 from gguf.gguf_reader import ReaderTensor
 from numpy.typing import NDArray
 
+from engine.gguf_blocks import Kind, kinds, split
 from engine.gguf_reader import GgufFile
 
 SAFETENSORS_TYPES = {"bfloat16": "BF16", "float32": "F32"}
@@ -57,30 +58,79 @@ class _Target:
     offset: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor of the safetensors file, and its content piece by piece."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    pieces: Callable[[], Iterator[NDArray[Any]]]
+
+
+def packed_kinds(file: GgufFile, config: dict[str, Any]) -> dict[str, Kind]:
+    """The matrices that stay packed, by Hugging Face's name."""
+    return kinds(
+        {target.name: target.source.tensor_type for target in _targets(file, config) if len(target.shape) == 2}
+    )
+
+
 def write_safetensors(
-    file: GgufFile, config: dict[str, Any], path: Path, *, dtype: str, progress: Callable[[int, int], None]
+    file: GgufFile,
+    config: dict[str, Any],
+    path: Path,
+    *,
+    dtype: str,
+    packed: dict[str, Kind],
+    progress: Callable[[int, int], None],
 ) -> None:
-    """Writes all tensors of `file` to `path`; `progress(bytes done, bytes in all)` is called as it goes."""
-    targets = _targets(file, config)
+    """Writes all tensors of `file` to `path`, those in `packed` as they are, the others in `dtype`.
+
+    `progress(bytes done, bytes in all)` is called as it goes.
+    """
+    entries: list[_Entry] = []
+    for target in _targets(file, config):
+        if kind := packed.get(target.name):
+            entries += _packed(target, kind)
+        else:
+            entries.append(_dense(file, target, dtype))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for target in targets:
-        start, end = end, end + int(np.prod(target.shape)) * _ROW_BYTES[dtype]
-        header[target.name] = {
-            "dtype": SAFETENSORS_TYPES[dtype],
-            "shape": list(target.shape),
-            "data_offsets": [start, end],
-        }
+    for entry in entries:
+        start, end = end, end + entry.num_bytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     done = 0
     with path.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little"))
         out.write(encoded)
-        for target in targets:
-            for piece in _pieces(file, target):
-                done += _write(out, piece, dtype)
+        for entry in entries:
+            for piece in entry.pieces():
+                done += _write(out, piece, entry.dtype)
                 progress(done, end)
+
+
+def _dense(file: GgufFile, target: _Target, dtype: str) -> _Entry:
+    size = int(np.prod(target.shape)) * _ROW_BYTES[dtype]
+    return _Entry(target.name, SAFETENSORS_TYPES[dtype], target.shape, size, lambda: _pieces(file, target))
+
+
+def _packed(target: _Target, kind: Kind) -> tuple[_Entry, _Entry]:
+    rows, columns = target.shape
+    module = target.name.removesuffix(".weight")
+    width = columns // 2 if kind == "int4" else columns
+
+    def part(index: int) -> Iterator[NDArray[Any]]:
+        data = target.source.data if target.row_order is None else target.source.data[target.row_order]
+        yield split(data, GGMLQuantizationType(target.source.tensor_type), kind)[index]
+
+    number_type = "U8" if kind == "int4" else "I8"
+    return (
+        _Entry(f"{module}.numbers", number_type, (rows, width), rows * width, lambda: part(0)),
+        _Entry(f"{module}.scales", "F16", (rows, columns // 32), rows * columns // 32 * 2, lambda: part(1)),
+    )
 
 
 def _targets(file: GgufFile, config: dict[str, Any]) -> list[_Target]:
@@ -173,9 +223,9 @@ def _pieces(file: GgufFile, target: _Target) -> Iterator[NDArray[np.float32]]:
         yield values + np.float32(target.offset) if target.offset else values
 
 
-def _write(out: BinaryIO, values: NDArray[np.float32], dtype: str) -> int:
+def _write(out: BinaryIO, values: NDArray[Any], dtype: str) -> int:
     """Appends values, rounded to nearest even for bfloat16; returns the number of bytes."""
-    if dtype == "bfloat16":
+    if dtype == "BF16":
         rounded = torch.from_numpy(np.require(values, requirements=("C", "W"))).to(torch.bfloat16)
         return out.write(rounded.view(torch.uint8).numpy().data)
-    return out.write(np.ascontiguousarray(values, dtype=np.float32).data)
+    return out.write(np.ascontiguousarray(values).view(np.uint8).data)

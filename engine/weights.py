@@ -49,10 +49,12 @@ class Weights:
         self.dtype = dtype
         self._quantization = quantization
         self._files = MappedFiles()
-        embeddings = [name for name in entries if name.endswith("embed_tokens.weight")]
+        kinds = ("weight",) if quantization is None else ("weight", quantization.marker)
+        ends = tuple(dict.fromkeys(f"embed_tokens.{kind}" for kind in kinds))
+        embeddings = [name for name in entries if name.endswith(ends)]
         if len(embeddings) != 1:
             raise ModelError(f"{directory}: expected one tensor …embed_tokens.weight, found {embeddings}")
-        self._prefix = embeddings[0].removesuffix("embed_tokens.weight")
+        self._prefix = embeddings[0].rpartition("embed_tokens.")[0]
         self._taken: set[str] = set()
 
     @property

@@ -136,13 +136,14 @@ def _flat(model: BaseModel) -> dict[str, object]:
 def with_model(config: ConfigT, resolve: Callable[[str], Path]) -> ConfigT:
     """The same configuration with the model's name resolved to a directory.
 
-    A name that was no directory ("demo", a hub id) becomes the served name, unless there is one.
+    A name that was no directory ("demo", a hub id) becomes the served name, unless there is one; of a file its stem.
     """
     options: Any = getattr(config, "engine", config)
     path = resolve(options.model)
     served = options.served_model_name
     if served is None:
-        served = path.resolve().name if Path(options.model).expanduser().is_dir() else options.model
+        given = Path(options.model).expanduser()
+        served = path.resolve().name if given.is_dir() else given.stem if given.is_file() else options.model
     change = {"model": str(path), "served_model_name": served}
     return config.model_copy(update=change if options is config else {"engine": options.model_copy(update=change)})
 

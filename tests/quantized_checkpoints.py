@@ -30,13 +30,9 @@ class Codes:
     groups: list[int]
 
     def dense(self) -> Tensor:
-        rows = [
-            [
-                (code - self.zeros[n][self.groups[k]]) * float(self.scales[n, self.groups[k]])
-                for k, code in enumerate(row)
-            ]
-            for n, row in enumerate(self.codes)
-        ]
+        rows = []
+        for codes, zeros, scales in zip(self.codes, self.zeros, self.scales.tolist(), strict=True):
+            rows.append([(code - zeros[g]) * scales[g] for code, g in zip(codes, self.groups, strict=True)])
         return torch.tensor(rows, dtype=torch.float64).float()
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 from engine.quantized.awq import Awq
 from engine.quantized.compressed_tensors import Float8, PackQuantized
+from engine.quantized.gguf import GROUP, GgufBlocks
 from engine.quantized.gptq import Gptq
 from engine.quantized.stored import StoredFormat
 from kernels.grouped import GROUP_SIZES, is_group_size
 
-METHODS = ("gptq", "awq", "compressed-tensors")
+METHODS = ("gptq", "awq", "compressed-tensors", "gguf")
 
 
 def parse_quantization(config: object) -> StoredFormat:
@@ -20,6 +21,9 @@ def parse_quantization(config: object) -> StoredFormat:
     method = fields.one_of("quant_method", METHODS)
     if method == "compressed-tensors":
         return _compressed(fields)
+    if method == "gguf":
+        fields.one_of("group_size", (GROUP,))
+        return GgufBlocks()
     return _awq(fields) if method == "awq" else _gptq(fields)
 
 

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a directory: a path, `demo`, or a name on the Hugging Face hub."""
+"""From what a user calls a model to a directory: a path, a GGUF file, `demo`, or a name on the Hugging Face hub."""
 
 import importlib
 import re
@@ -14,8 +14,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, dtype: str = "auto") -> Path:
     """The model's directory, made or downloaded if need be, with progress bars on stderr when that is a terminal.
+
+    `dtype`: what a GGUF file's weights are expanded to where they can't stay packed.
 
     Raises ConfigError if there is no such model, CommandFailed if it cannot be had.
     """
@@ -25,7 +27,7 @@ def resolve_model(name: str) -> Path:
             raise ConfigError(f"model = {name!r}: the directory has no config.json")
         return path
     if path.suffix == ".gguf" and path.is_file():
-        raise ConfigError(f"model = {name!r}: is a GGUF file; convert it first: pagewire convert {name} OUT_DIR")
+        return _from_gguf(path, dtype)
     if path.exists():
         raise ConfigError(f"model = {name!r}: is not a directory")
     if name == "demo":
@@ -33,6 +35,15 @@ def resolve_model(name: str) -> Path:
     if name.count("/") == 1 and _HUB_ID.fullmatch(name):
         return _download(name)
     raise ConfigError(f"model = {name!r}: no such directory, and neither 'demo' nor a hub name (owner/name)")
+
+
+def _from_gguf(path: Path, dtype: str) -> Path:
+    module: Any = _import("engine.gguf", "demo")
+    with stage_progress(path.name) as progress:
+        try:
+            return Path(module.packed_directory(path, dtype=dtype, progress=progress))
+        except module.ConvertError as error:
+            raise CommandFailed(f"model = {str(path)!r}: {' '.join(str(error).split())}") from None
 
 
 def _prepare_demo() -> Path:

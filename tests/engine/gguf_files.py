@@ -59,11 +59,13 @@ def write_gguf(
     extra: dict[str, Any] | None = None,
     drop: tuple[str, ...] = (),
     tensors: dict[str, NDArray[np.float32]] | None = None,
+    kinds: dict[str, GGMLQuantizationType] | None = None,
     **overrides: Any,
 ) -> tuple[Path, Path]:
     """Makes a tiny model of `family`; returns (its directory, the same model as a GGUF file).
 
-    `extra` sets metadata keys of the architecture, `drop` leaves tensors out, `tensors` adds some.
+    `extra` sets metadata keys of the architecture, `drop` leaves tensors out, `tensors` adds some, `kinds` has the type
+    of matrices whose names contain a text.
     """
     model = make_tiny_model(family, directory / "original", **overrides)
     config = json.loads((model / "config.json").read_text())
@@ -93,7 +95,8 @@ def write_gguf(
     for name, value in (weights | (tensors or {})).items():
         if name in drop:
             continue
-        kind = quantization if value.ndim == 2 and value.shape[1] % 32 == 0 else GGMLQuantizationType.F32
+        wanted = next((kind for part, kind in (kinds or {}).items() if part in name), quantization)
+        kind = wanted if value.ndim == 2 and value.shape[1] % 32 == 0 else GGMLQuantizationType.F32
         writer.add_tensor(name, quantize(value, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

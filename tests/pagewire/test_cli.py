@@ -255,10 +255,11 @@ def test_broken_model_directories(tmp_path: Path, make: Any, message: str) -> No
         assert message in one_line_error(pagewire(command, "--model", str(path)), 2)
 
 
-def test_gguf_file_as_model_says_what_to_do(tmp_path: Path) -> None:
+def test_broken_gguf_file_as_model(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF")
-    assert f"pagewire convert {path} OUT_DIR" in one_line_error(pagewire("up", "--model", str(path)), 2)
+    error = one_line_error(pagewire("up", "--model", str(path)), 1)
+    assert error.startswith(f"model = '{path}': {path}: truncated or damaged GGUF file")
 
 
 def test_convert_errors(tmp_path: Path) -> None:

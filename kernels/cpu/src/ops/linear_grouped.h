@@ -8,6 +8,12 @@
 
 constexpr int64_t SPREAD_DEPTH = 256;  // of a piece
 
+#if defined(__AVX512F__)
+constexpr int64_t MOST_FEW_ROWS = 8, MOST_AT_ONCE = 8;  // 16 of 32 registers accumulate
+#else
+constexpr int64_t MOST_FEW_ROWS = FEW_ROWS, MOST_AT_ONCE = ROWS_AT_ONCE;
+#endif
+
 // Scales and offsets of a panel, from the first group on; sums of the rows' x.
 struct PanelGroups {
   int64_t group, num_groups;
@@ -85,21 +91,27 @@ INLINE void multiply_grouped(const float* x, int64_t stride, const char* b, int6
   if constexpr (N::PER_WORD == 8) multiply_grouped<N, 4, ROWS>(x, stride, b, blocks, groups, c);
 }
 
+template <typename N, int MOST>
+INLINE void multiply_rows_grouped(int64_t rows, const float* x, int64_t stride, const char* b, int64_t blocks,
+                                  const PanelGroups& groups, float* c) {
+  if constexpr (MOST > 0) {
+    if (rows == MOST) return multiply_grouped<N, MOST>(x, stride, b, blocks, groups, c);
+    multiply_rows_grouped<N, MOST - 1>(rows, x, stride, b, blocks, groups, c);
+  }
+}
+
 template <typename T, typename N>
 void few_rows_grouped(const GroupedArgs& g, const Int8Plan<T>& plan, int64_t task, const float* x, float* sums) {
   const LinearArgs& a = g.linear;
   const Int8Part part(a, plan, task);
-  const int64_t stride = plan.num_blocks * N::DEPTH, at_once = a.m == 4 ? 2 : ROWS_AT_ONCE;
+  const int64_t stride = plan.num_blocks * N::DEPTH, passes = (a.m + MOST_AT_ONCE - 1) / MOST_AT_ONCE;
+  const int64_t at_once = (a.m + passes - 1) / passes;
   for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) {
     const char* weight = a.weight + panel * plan.num_blocks * BLOCK_BYTES;
     for (int64_t row = 0; row < a.m; row += at_once) {
       const int64_t rows = smaller(at_once, a.m - row);
       const PanelGroups groups(g, panel, row);
-      switch (rows) {
-        case 1: multiply_grouped<N, 1>(x + row * stride, stride, weight, plan.num_blocks, groups, sums); break;
-        case 2: multiply_grouped<N, 2>(x + row * stride, stride, weight, plan.num_blocks, groups, sums); break;
-        default: multiply_grouped<N, 3>(x + row * stride, stride, weight, plan.num_blocks, groups, sums);
-      }
+      multiply_rows_grouped<N, MOST_AT_ONCE>(rows, x + row * stride, stride, weight, plan.num_blocks, groups, sums);
       finish<T>(a, row, rows, panel, sums);
     }
   }
@@ -149,7 +161,7 @@ void spread_grouped(const GroupedArgs& g, const Int8Plan<T>& plan, int64_t task,
 template <typename T, typename N>
 void linear_numbers(const GroupedArgs& g, const Region& region) {
   const LinearArgs& a = g.linear;
-  const bool few = UNPACKS_IN_REGISTERS<T> && a.m <= FEW_ROWS;
+  const bool few = UNPACKS_IN_REGISTERS<T> && a.m <= MOST_FEW_ROWS;
   const Int8Plan<T> plan(a, region.num_threads, few, N::DEPTH);
   float* sums = (float*)region.scratch;
   float* parts = sums + INT8_SUM_BYTES / sizeof(float);
@@ -177,5 +189,5 @@ void linear_grouped(const GroupedArgs& g, const Region& region) {
 template <typename T>
 int64_t linear_grouped_scratch(const GroupedArgs& g) {
   const int64_t tiles = MAX_CHUNK * SPREAD_DEPTH * PANEL * sizeof(T);
-  return 2 * INT8_SUM_BYTES + larger(tiles, FEW_ROWS * round_up(g.linear.k, Int4::DEPTH) * (int64_t)sizeof(float));
+  return 2 * INT8_SUM_BYTES + larger(tiles, MOST_FEW_ROWS * round_up(g.linear.k, Int4::DEPTH) * (int64_t)sizeof(float));
 }

@@ -1,0 +1,101 @@
+"""GGUF files served as they are: Q4_0 and Q8_0 stay packed, number by number; all else is what converting gives."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
+
+from engine.gguf import ConvertError, convert_gguf, packed_directory
+from engine.gguf_blocks import kinds
+from engine.model_config import load_model_config
+from engine.weights import map_weights
+from kernels import cpu
+from kernels.grouped import GroupedMatrix
+from pagewire.cli.model import resolve_model
+from tests.engine.gguf_files import write_gguf
+from tests.engine.model_harness import TinyModel, hugging_face, random_prompt
+
+Q4_0, Q8_0, Q5_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_0
+KERNELS = ("torch", "native") if cpu.available() else ("torch",)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("family", "stored", "seed"), [("llama", Q4_0, 1), ("gemma3", Q8_0, 1), ("qwen2", Q4_0, 2)], ids=str
+)
+def test_numbers_and_tokens_are_those_of_the_expanded_file(
+    tmp_path: Path, family: str, stored: GGMLQuantizationType, seed: int
+) -> None:
+    """To the bit, rows in Hugging Face's order; the tied embedding too. The oracle of the numbers is `gguf`'s."""
+    fields = {"query_pre_attn_scalar": 16} if family == "gemma3" else {}  # not in GGUF: it is the head size
+    _, file = write_gguf(family, tmp_path, quantization=stored, seed=seed, intermediate_size=96, **fields)
+    expanded = convert_gguf(file, tmp_path / "expanded", dtype="float32")
+    path = packed_directory(file, dtype="float32")
+    config = load_model_config(path)
+    assert config.quantization_label == "gguf"
+    weights = map_weights(path, torch.float32, config.quantization)
+    for name, expected in load_file(expanded / "model.safetensors").items():
+        module = name.removeprefix("model.").removesuffix(".weight")
+        if expected.dim() == 2:
+            found = weights.matrix(module, (expected.shape[0], expected.shape[1]))
+            assert isinstance(found, GroupedMatrix)
+            assert found.kind == ("int4" if stored == Q4_0 else "int8")
+            assert torch.equal(found.dequantized(), expected), name
+        else:
+            assert torch.equal(weights.take(name.removeprefix("model."), tuple(expected.shape)), expected), name
+    prompt = random_prompt(15, seed=seed)
+    output = hugging_face(expanded).generate(prompt[None], max_new_tokens=12, do_sample=False)[0, 15:].tolist()
+    for kernels in KERNELS:
+        run = TinyModel(path, kernels=kernels, max_tokens=40, num_sequences=1)
+        assert run.greedy(prompt, 12, chunk=6) == output, kernels
+
+
+def test_what_is_over_one_input_is_of_one_kind() -> None:
+    layer = "model.layers.3."
+    names = [f"{layer}self_attn.{part}_proj.weight" for part in "qkv"]
+    mlp = [f"{layer}mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+    assert kinds(dict.fromkeys([*names, *mlp], Q4_0)) == dict.fromkeys([*names, *mlp], "int4")
+    found = kinds(dict.fromkeys(names, Q4_0) | {names[2]: Q8_0, mlp[0]: Q4_0, mlp[1]: Q5_0, mlp[2]: Q8_0})
+    assert found == dict.fromkeys(names, "int8") | {mlp[2]: "int8"}
+
+
+def test_four_bits_among_eight_are_the_same_numbers(tmp_path: Path) -> None:
+    """Of a file whose v is Q8_0: q and k are read as eight bits."""
+    _, file = write_gguf("llama", tmp_path, quantization=Q4_0, kinds={".attn_v.": Q8_0}, num_hidden_layers=1)
+    expanded = load_file(convert_gguf(file, tmp_path / "expanded", dtype="float32") / "model.safetensors")
+    path = packed_directory(file, dtype="float32")
+    weights = map_weights(path, torch.float32, load_model_config(path).quantization)
+    for part, rows in (("q", 64), ("k", 32), ("v", 32)):
+        name = f"layers.0.self_attn.{part}_proj"
+        found = weights.matrix(name, (rows, 64))
+        assert isinstance(found, GroupedMatrix)
+        assert found.kind == "int8"
+        assert torch.equal(found.dequantized(), expanded[f"model.{name}.weight"])
+
+
+def test_other_types_are_expanded(tmp_path: Path) -> None:
+    _, file = write_gguf("llama", tmp_path, quantization=Q5_0)
+    path = resolve_model(str(file))
+    assert "quantization_config" not in json.loads((path / "config.json").read_text())
+    expanded = convert_gguf(file, tmp_path / "expanded")
+    found, expected = (load_file(directory / "model.safetensors") for directory in (path, expanded))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_file_is_prepared_once_for_each_content(tmp_path: Path) -> None:
+    _, file = write_gguf("llama", tmp_path, quantization=Q8_0, num_hidden_layers=1)
+    path = packed_directory(file, dtype="auto")
+    made = (path / "model.safetensors").stat().st_ino
+    assert packed_directory(file, dtype="bfloat16") == path
+    assert (path / "model.safetensors").stat().st_ino == made
+    assert packed_directory(file, dtype="float32") != path
+    with pytest.raises(ConvertError, match=r"nowhere.gguf: No such file"):
+        packed_directory(tmp_path / "nowhere.gguf", dtype="auto")
