@@ -50,7 +50,7 @@ class KvCache:
         self._journal = KvJournal(first_seq=1 + secrets.randbits(48))
         self._num_query_tokens = 0
         self._num_hit_tokens = 0
-        self._followers: list[Callable[[bytes], None]] = []
+        self._followers: list[Callable[[bytes, bool], None]] = []
 
     @property
     def num_blocks(self) -> int:
@@ -153,11 +153,13 @@ class KvCache:
         parent: bytes | None = None,
         cache_salt: str = "",
         adapter: str = "",
+        *,
+        is_received: bool = False,
     ) -> int:
         """Makes a full block findable; returns the block to use from now on, which may be another one.
 
         `parent` is the key of the block before it: those who follow the journal build chains of them; salt and
-        adapter's name are for them too.
+        adapter's name are for them too. `is_received`: another worker had it.
         """
         token_ids = tuple(token_ids)
         with self._lock:
@@ -167,11 +169,14 @@ class KvCache:
                 self._journal.note(Block(key, parent, token_ids, cache_salt, adapter))
         if not was_cached and self._pool.enable_caching:
             for follower in self._followers:
-                follower(key)
+                follower(key, is_received)
         return block_id
 
-    def follow(self, follower: Callable[[bytes], None]) -> None:
-        """`follower(key)` hears of each block that becomes cached, on whatever thread commits it; it must be quick."""
+    def follow(self, follower: Callable[[bytes, bool], None]) -> None:
+        """`follower(key, is_received)` hears of each block that becomes cached, on whatever thread commits it.
+
+        It must be quick.
+        """
         self._followers.append(follower)
 
     def locate(self, key: bytes) -> CachedBlock | None:

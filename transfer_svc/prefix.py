@@ -227,7 +227,9 @@ class VerifiedPrefix:
             if (i + 1) * size <= self._num_covered:
                 tokens, parent = self._token_ids[i * size : (i + 1) * size], self._keys[i - 1] if i else None
                 name = "" if self._adapter is None else self._adapter.name
-                block_id = self._cache.commit(block_id, self._keys[i], tokens, parent, self._cache_salt, name)
+                block_id = self._cache.commit(
+                    block_id, self._keys[i], tokens, parent, self._cache_salt, name, is_received=True
+                )
             self._block_ids.append(block_id)
             self.arrivals.append(now)
         self._host.flush_events()

@@ -129,10 +129,10 @@ class KvTiers:
 
     # --- down ---
 
-    def _note(self, key: bytes) -> None:
+    def _note(self, key: bytes, is_received: bool) -> None:
         for writer in self._writers:
             writer.note(key)
-        if self.store is not None:
+        if self.store is not None and not is_received:  # whoever computed it writes it
             self.store.note(key)
 
     def note_use(self, keys: Sequence[bytes]) -> None:

@@ -3,7 +3,8 @@
     any thread   note(key), note_use(keys) ──► jobs (bounded: what the store is too slow for is not stored)
     the loop     touch: what is not there yet? ─► copy ─► is it still the same block? ─► put, whole or not at all
 
-Several workers have the same blocks (P computed them, D received them), so each asks before it copies.
+Several workers have the same blocks. Whoever computed one writes it, not who received it (`KvCache.commit`), and asks
+before it copies.
 """
 
 import asyncio

@@ -90,8 +90,9 @@ async def test_any_worker_loads_what_the_fleet_has_stored(model, expected):
             for name in options:
                 never_too_dear(workers[name])
             assert await workers.run("p0", "d0", PROMPT, PARAMS) == expected
-            for name in ("p0", "d0"):
+            for name, num_stored in (("p0", 7), ("d0", 1)):  # D received seven blocks and computed one
                 lose(workers[name])
+                assert workers[name].engine.tiers.counts()["store"][1]["stored"] == num_stored
             assert await workers.run("p1", "d1", PROMPT, PARAMS) == expected
             assert workers["p1"].value("hit_tokens_total", source="store") == 7 * BLOCK_SIZE
             assert workers["p1"].value("hit_tokens_total", source="local_device") == 0
