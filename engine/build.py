@@ -5,12 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from engine.admission import SchedulerConfig
 from engine.kv_cache import KvCache
 from engine.lora.store import AdapterStore
 from engine.memory import KvLayout, KvMemory
-from engine.model_config import ModelConfig, load_model_config
+from engine.model_config import ModelConfig, ModelError, load_model_config
 from engine.sample import SampledToken
+from engine.sampler import RowSampler, Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Schedule
 from engine.sizing import available_memory, size_pool
@@ -55,11 +58,12 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     from engine.lora.build import build_adapters
     from engine.models.registry import load_model
     from engine.runner import ModelRunner, set_cpu_threads
-    from engine.sampler import Sampler
     from engine.weights import weights_digest
 
     quantization = None if options.quantization == "none" else options.quantization
-    kernels = load_kernel_set(options.kernels, set_cpu_threads(options.cpu_threads), quantization)
+    kernels = load_kernel_set(options.kernels, set_cpu_threads(options.cpu_threads), quantization, options.device)
+    if kernels.NAME == "triton" and options.enable_lora:
+        raise ModelError("enable_lora: the triton kernels serve no adapters")
     config = load_model_config(options.model, dtype=options.dtype)
     digest = weights_digest(config.path, progress=progress)
     model = load_model(config, kernels, progress=progress, digest=digest, packed_cache_bytes=options.packed_cache_bytes)
@@ -73,7 +77,7 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         max_model_len=options.max_model_len,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kv_cache_memory_share=options.kv_cache_memory_share,
-        available_bytes=max(0, available_memory() - (0 if slots is None else slots.num_layer_bytes)),
+        available_bytes=max(0, _free_bytes(kernels.device) - (0 if slots is None else slots.num_layer_bytes)),
     )
     root = root_key(
         weights_digest=digest,
@@ -84,15 +88,31 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         block_size=options.block_size,
         group_layout=f"0:full:{config.num_layers}",
     )
-    memory = KvMemory(layout, size.num_blocks, options.kv_pool_backing)
+    memory = KvMemory(layout, size.num_blocks, options.kv_pool_backing, kernels.device)
     pool = BlockPool(size.num_blocks, enable_caching=options.enable_prefix_caching, generations=memory.generations)
     kv_cache = KvCache(pool, root, options.block_size)
     speculative = options.speculative_config
     speculator = None if speculative is None else Speculator(SpeculativeConfig.parse(speculative))
-    runner = ModelRunner(config, model, memory, Sampler(config.vocab_size), slots)
+    runner = ModelRunner(config, model, memory, _make_sampler(kernels.NAME, config.vocab_size), slots)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
     return EngineParts(config, memory, kv_cache, scheduler, runner, runner.numerics_class, adapters, tiers)
+
+
+def _make_sampler(kernels: str, vocab_size: int) -> RowSampler:
+    """The one that draws where the logits are."""
+    if kernels == "triton":
+        from engine.device_sampler import DeviceSampler
+
+        return DeviceSampler(vocab_size)
+    return Sampler(vocab_size)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What the pool and the steps' activations may still take there."""
+    if device.type == "cpu":
+        return available_memory()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def scheduler_config(options: EngineOptions, config: ModelConfig, max_model_len: int) -> SchedulerConfig:
