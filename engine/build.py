@@ -5,12 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from engine.admission import SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
 from engine.lora.store import AdapterStore
 from engine.memory import KvLayout, KvMemory
 from engine.sample import SampledToken
+from engine.sampler import RowSampler, Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Schedule
 from engine.sizing import available_memory, size_pool
@@ -57,11 +60,10 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     from engine.kernel_set import load_kernel_set
     from engine.loading import load_served_model
     from engine.runner import ModelRunner, set_cpu_threads
-    from engine.sampler import Sampler
 
     quantization = None if options.quantization == "none" else options.quantization
     threads = set_cpu_threads(options.cpu_threads)
-    kernels = load_kernel_set(options.kernels, threads, quantization)
+    kernels = load_kernel_set(options.kernels, threads, quantization, options.device)
     served = load_served_model(options, kernels, progress)
     config, slots = served.config, served.slots
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype)
@@ -77,7 +79,7 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         max_model_len=options.max_model_len,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kv_cache_memory_share=options.kv_cache_memory_share,
-        available_bytes=max(0, available_memory() - (0 if slots is None else slots.num_layer_bytes)),
+        available_bytes=max(0, _free_bytes(kernels.device) - (0 if slots is None else slots.num_layer_bytes)),
     )
     root = root_key(
         weights_digest=served.digest,
@@ -88,7 +90,7 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         block_size=options.block_size,
         group_layout=f"0:full:{config.num_layers}",
     )
-    memory = KvMemory(layout, size.num_blocks, options.kv_pool_backing)
+    memory = KvMemory(layout, size.num_blocks, options.kv_pool_backing, kernels.device)
     pool = BlockPool(size.num_blocks, enable_caching=options.enable_prefix_caching, generations=memory.generations)
     kv_cache = KvCache(pool, root, options.block_size)
     speculator, drafter = None, None
@@ -97,12 +99,28 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         speculator = Speculator(speculative, drafter, draft.cost)
     elif speculative is not None:
         speculator = Speculator(speculative)
-    runner = ModelRunner(config, served.model, memory, Sampler(config.vocab_size), slots)
+    runner = ModelRunner(config, served.model, memory, _make_sampler(kernels.NAME, config.vocab_size), slots)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
     return EngineParts(
         config, memory, kv_cache, scheduler, runner, runner.numerics_class, served.adapters, tiers, drafter
     )
+
+
+def _make_sampler(kernels: str, vocab_size: int) -> RowSampler:
+    """The one that draws where the logits are."""
+    if kernels == "triton":
+        from engine.device_sampler import DeviceSampler
+
+        return DeviceSampler(vocab_size)
+    return Sampler(vocab_size)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What the pool and the steps' activations may still take there."""
+    if device.type == "cpu":
+        return available_memory()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def scheduler_config(options: EngineOptions, config: ServedConfig, max_model_len: int) -> SchedulerConfig:

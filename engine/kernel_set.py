@@ -22,7 +22,7 @@ __all__ = ["KernelSet", "ModelKernels", "load_kernel_set", "numerics_class"]
 
 logger = logging.getLogger(__name__)
 
-KernelsName = Literal["auto", "native", "torch", "reference"]
+KernelsName = Literal["auto", "native", "torch", "reference", "triton"]
 
 
 class ModelKernels(Protocol):
@@ -34,6 +34,8 @@ class ModelKernels(Protocol):
     def isa(self) -> str: ...
     @property
     def quantization(self) -> Quantization | None: ...
+    @property
+    def device(self) -> torch.device: ...
     def pack(self, *weights: Tensor, biases: Sequence[Tensor] = (), gated: bool = False) -> Any: ...
     def pack_groups(
         self, *weights: GroupedMatrix, dtype: torch.dtype, biases: Sequence[Tensor] = (), gated: bool = False
@@ -71,14 +73,21 @@ class ModelKernels(Protocol):
     ) -> Tensor: ...
 
 
-def load_kernel_set(name: str, threads: int = 1, quantization: Quantization | None = None) -> ModelKernels:
+def load_kernel_set(
+    name: str, threads: int = 1, quantization: Quantization | None = None, device: str = "cpu"
+) -> ModelKernels:
     """The kernel set `name`, its ops on `threads` threads, its weights quantized on packing. Raises ModelError.
 
     native       kernels/cpu, on the instruction set PAGEWIRE_CPU_ISA or the best one here
     torch        kernels/tiled.py
     reference    the float64 oracle
-    auto         native where it runs, else torch with a warning in the log
+    triton       kernels/triton, on `device` "cuda", or on "cpu" in Triton's interpreter
+    auto         native where it runs, else torch with a warning in the log; triton on "cuda"
     """
+    if name == "triton" or (name == "auto" and device != "cpu"):
+        return _triton(torch.device(device), quantization)
+    if device != "cpu":
+        raise ModelError(f"kernels = {name} run on the CPU only; device = {device} needs triton")
     if name == "native" or (name == "auto" and cpu.available()):
         return _native(threads, quantization)
     if name == "auto" and os.environ.get("PAGEWIRE_CPU_ISA") != "torch":
@@ -87,7 +96,7 @@ def load_kernel_set(name: str, threads: int = 1, quantization: Quantization | No
         return PlainKernels(TiledKernels(threads), quantization)
     if name == "reference":
         return PlainKernels(reference, quantization)
-    raise ModelError(f"kernels {name!r} is not known; known are auto, native, torch, reference")
+    raise ModelError(f"kernels {name!r} is not known; known are auto, native, torch, reference, triton")
 
 
 def _native(threads: int, quantization: Quantization | None) -> ModelKernels:
@@ -100,6 +109,18 @@ def _native(threads: int, quantization: Quantization | None) -> ModelKernels:
     extension.configure_threads(threads)
     torch.set_num_threads(1)  # its few small ops would only wake a second pool
     return NativeKernels(extension, quantization)
+
+
+def _triton(device: torch.device, quantization: Quantization | None) -> ModelKernels:
+    from kernels.triton.device import why_unavailable
+
+    if reason := why_unavailable(device):
+        raise ModelError(f"kernels = triton on device = {device}: {reason}")
+    if quantization is not None:
+        raise ModelError(f"quantization = {quantization}: the triton kernels have none")
+    from kernels.triton.kernel_set import TritonKernels
+
+    return TritonKernels(device)
 
 
 def numerics_class(

@@ -112,7 +112,7 @@ class Attention:
         self._order = None
         if self._rope.rotary_dim is not None:
             turned = rotary_order(config.num_heads + config.num_kv_heads, head_dim, self._rope.rotary_dim)
-            self._order = torch.cat((turned, torch.arange(q_size + kv_size, q_size + 2 * kv_size)))
+            self._order = torch.cat((turned, torch.arange(q_size + kv_size, q_size + 2 * kv_size))).to(kernels.device)
         self.o = weights.pack(Projection(self._o_names, (hidden,), q_size, bias=config.output_bias))
         self.q_norm = weights.take(f"{name}.q_norm.weight", (head_dim,)) if config.qk_norm else None
         self.k_norm = weights.take(f"{name}.k_norm.weight", (head_dim,)) if config.qk_norm else None

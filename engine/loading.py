@@ -6,12 +6,13 @@ from engine.kernel_set import ModelKernels
 from engine.lora.build import build_adapters
 from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
-from engine.model_config import ModelError
+from engine.model_config import ModelConfig, ModelError
 from engine.models.decoder import Model
 from engine.models.registry import load_model
 from engine.transformers_config import ServedConfig, TransformersConfig, load_config
 from engine.weights import Progress, weights_digest
 from pagewire.config import EngineOptions
+from pagewire.speculative import SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ def load_served_model(options: EngineOptions, kernels: ModelKernels, progress: P
     config = load_config(
         options.model, dtype=options.dtype, max_model_len=options.max_model_len, model_impl=options.model_impl
     )
+    if kernels.NAME == "triton":
+        _check_triton(options, config)
     digest = weights_digest(config.path, progress=progress)
     if isinstance(config, TransformersConfig):
         from engine.models.transformers_load import load_transformers_model  # it imports all of transformers
@@ -41,3 +44,16 @@ def load_served_model(options: EngineOptions, kernels: ModelKernels, progress: P
     model = load_model(config, kernels, progress=progress, digest=digest, packed_cache_bytes=kept)
     adapters, slots = build_adapters(options, config, model) if options.enable_lora else (None, None)
     return LoadedModel(config, model, digest, adapters, slots)
+
+
+def _check_triton(options: EngineOptions, config: ModelConfig | TransformersConfig) -> None:
+    """Raises ModelError for what the triton kernels have no part of yet."""
+    speculative = None if options.speculative_config is None else SpeculativeConfig.parse(options.speculative_config)
+    refused = {
+        "enable_lora": options.enable_lora,
+        "model_impl = transformers": isinstance(config, TransformersConfig),
+        "speculative_config.model": speculative is not None and speculative.model is not None,
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise ModelError(f"{config.path}: {what} is not supported with kernels = triton yet")

@@ -13,6 +13,8 @@ from torch import Tensor
 
 Backing = Literal["private", "memfd"]
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
@@ -46,19 +48,30 @@ class KvMemory:
     buffer         uint8 [num_blocks, block_bytes], at `address`; with "memfd" also reachable through `fd`
     generations    uint64 [num_blocks], raised by the block pool whenever it hands the block out
 
+    On another device than the CPU only `blocks` are there: `buffer`, which planes and tiers read, is empty.
+
     "private" is anonymous memory in huge pages where the system gives them; "memfd" is shared memory, which often can't
     have huge pages (attention reads it 1.08-1.23 times slower, DESIGN §6).
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, backing: Backing = "private") -> None:
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, backing: Backing = "private", device: torch.device = _CPU
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.backing = backing
-        self._pool = _Region("pagewire-kv", num_blocks * layout.block_bytes, backing)
+        num_host_blocks = num_blocks if device.type == "cpu" else 0
+        self._pool = _Region("pagewire-kv", num_host_blocks * layout.block_bytes, backing)
         self._stamps = _Region("pagewire-generations", num_blocks * 8, backing)
-        self.buffer: NDArray[np.uint8] = self._pool.array.reshape(num_blocks, layout.block_bytes)
+        self.buffer: NDArray[np.uint8] = self._pool.array.reshape(num_host_blocks, layout.block_bytes)
         self.generations: NDArray[np.uint64] = self._stamps.array.view(np.uint64)
-        self.blocks: Tensor = torch.from_numpy(self.buffer).view(layout.dtype).view(num_blocks, *layout.block_shape)
+        if device.type == "cpu":
+            flat = torch.from_numpy(self.buffer).view(layout.dtype)
+        else:
+            flat = torch.zeros(
+                num_blocks, layout.block_bytes // layout.dtype.itemsize, dtype=layout.dtype, device=device
+            )
+        self.blocks: Tensor = flat.view(num_blocks, *layout.block_shape)
         # Made once: a pair of views costs 10 us, in each layer of each step.
         self._layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
             (self.blocks[:, layer, 0], self.blocks[:, layer, 1]) for layer in range(layout.num_layers)
@@ -86,7 +99,7 @@ class KvMemory:
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copy all cells of block `src` over block `dst`."""
-        self.buffer[dst] = self.buffer[src]
+        self.blocks[dst].copy_(self.blocks[src])
 
     def close(self) -> None:
         """Give the memory back; views handed out earlier keep it mapped until they go."""

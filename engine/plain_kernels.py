@@ -68,6 +68,7 @@ class PlainKernels:
     def __init__(self, ops: KernelSet, quantization: Quantization | None = None) -> None:
         self.NAME = ops.NAME
         self.quantization = quantization
+        self.device = torch.device("cpu")
         self.isa = torch.backends.cpu.get_cpu_capability().lower()
         self._ops = ops
         self.rms_norm = ops.rms_norm

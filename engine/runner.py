@@ -15,7 +15,7 @@ from engine.memory import KvMemory
 from engine.models.decoder import Model
 from engine.sample import SampledToken, SampleRow
 from engine.sample_row import row_of
-from engine.sampler import Sampler
+from engine.sampler import RowSampler
 from engine.sequence import Schedule, ScheduledSequence
 from engine.sequence import Sequence as EngineSequence
 from engine.transformers_config import ServedConfig
@@ -40,7 +40,7 @@ class ModelRunner:
         config: ServedConfig,
         model: Model,
         memory: KvMemory,
-        sampler: Sampler,
+        sampler: RowSampler,
         slots: AdapterSlots | None = None,
     ) -> None:
         self.config = config
@@ -62,14 +62,16 @@ class ModelRunner:
         batch = build_batch(schedule, self._memory.layout.block_size)
         slots = self._assign_slots(schedule)
         adapters = self._adapters(slots)
-        hidden = self._model.forward(batch.input_ids, batch.positions, batch.paged, self._memory, adapters)
+        device = self._model.kernels.device
+        ids, positions = batch.input_ids.to(device), batch.positions.to(device)
+        hidden = self._model.forward(ids, positions, batch.paged, self._memory, adapters)
         for item, first_row in zip(schedule.items, batch.first_rows, strict=True):
             if item.sequence.wants_prompt_logprobs:
                 self._report_prompt(item, hidden, first_row, slots)
         if not batch.logits_rows.numel():
             return [[] for _ in schedule.items]
         sampling_rows = self._adapters([slots[row] for row in batch.logits_rows.tolist()] if slots else [])
-        logits = self._model.logits(hidden[batch.logits_rows], sampling_rows)
+        logits = self._model.logits(hidden[batch.logits_rows.to(device)], sampling_rows)
         sampling = [item for item in schedule.items if item.sample]
         first_rows = [0, *accumulate(1 + len(item.draft_token_ids) for item in sampling)]
         rows = [

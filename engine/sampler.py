@@ -7,6 +7,7 @@ depend on its neighbours (DESIGN §4).
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,13 +20,20 @@ from engine.philox import NoiseKey
 from engine.request import TokenLogprobs
 from engine.sample import SampledToken, SampleRow
 
-__all__ = ["SampleRow", "SampledToken", "Sampler"]
+__all__ = ["RowSampler", "SampleRow", "SampledToken", "Sampler"]
 
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy, as in vLLM
 
 _FIRST_DEPTH = 4.0  # first look: tokens this far (in nats) below the maximum ...
 _MOST_FIRST = 1024  # ... but not more than this; any of them would do
 _ROUNDING = 1e-6  # relative slack: the bound must hold in spite of rounding
+
+
+class RowSampler(Protocol):
+    """What the runner asks of a sampler: this file's, or `engine.device_sampler`'s where the logits are on a GPU."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]: ...
+    def logprobs_of(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]: ...
 
 
 class Sampler:

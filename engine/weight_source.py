@@ -102,7 +102,7 @@ class DirectSource:
         self._weights = weights
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._weights.take(name, shape)
+        return self._weights.take(name, shape).to(self._kernels.device)
 
     def pack(self, projection: Projection) -> Any:
         matrices, biases = projection.matrices(self._weights), projection.biases(self._weights)

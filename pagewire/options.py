@@ -128,9 +128,12 @@ class EngineOptions(_Frozen):
         "that knows the architecture.",
         panel=_MODEL,
     )
-    kernels: Literal["auto", "native", "torch", "reference"] = option(
+    device: Literal["cpu", "cuda"] = option(
+        "cpu", "Where the model runs; cuda is for LLM and run-batch so far, and needs the extra gpu.", panel=_ENGINE
+    )
+    kernels: Literal["auto", "native", "torch", "reference", "triton"] = option(
         "auto",
-        "Kernel set; auto is native where it runs. Reference accumulates in float64, slow but exact.",
+        "Kernel set; auto is native where it runs, triton on cuda. Reference accumulates in float64, slow but exact.",
         panel=_ENGINE,
     )
     quantization: Annotated[Literal["none", "int8", "w8a8"], BeforeValidator(_none_by_name)] = option(
@@ -252,6 +255,8 @@ class EngineOptions(_Frozen):
         for name in ("kv_offloading_size", "kv_disk_path", "kv_store_url"):
             if getattr(self, name) is not None and not self.enable_prefix_caching:
                 raise ValueError(f"{name} needs enable_prefix_caching: a tier holds cached blocks")
+            if getattr(self, name) is not None and self.device != "cpu":
+                raise ValueError(f"{name}: tiers of a pool on device = {self.device} are not supported yet")
         return self
 
 
@@ -377,6 +382,11 @@ class WorkerConfig(ProcessConfig):
             raise ValueError(
                 f"kv_max_hold_seconds = {self.kv_max_hold_seconds:g} must be at least "
                 f"kv_lease_seconds = {self.kv_lease_seconds:g}"
+            )
+        if self.engine.device != "cpu":
+            raise ValueError(
+                f"device = {self.engine.device}: a worker can't transfer KV out of device memory yet; "
+                "LLM and run-batch can run there"
             )
         if self.role == "prefill" and self.kv_transfer == "shm_map" and self.engine.kv_pool_backing != "memfd":
             raise ValueError("kv_transfer = shm_map needs kv_pool_backing = memfd, a pool that others can map")

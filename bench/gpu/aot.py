@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.memory import KvLayout, KvMemory
 from kernels.triton import (
+    attention_shapes,
     block_transfer,
     decode_attention,
     fp8,
@@ -120,7 +121,7 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
     """Within it, launches are recorded as a device of that architecture would get them, and not run."""
     launches: list[Launch] = []
     run = JITFunction.run
-    for launcher in (decode_attention, linear, prefill_attention):
+    for launcher in (attention_shapes, decode_attention, linear, prefill_attention):
         launcher.device_arch = lambda device: arch
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

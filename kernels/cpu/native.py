@@ -47,6 +47,7 @@ class NativeKernels:
     """The kernel set on one extension. `quantization`: of every weight that it packs (kernels/int8.py)."""
 
     NAME = "native"
+    device = torch.device("cpu")
 
     def __init__(self, extension: Extension, quantization: Quantization | None = None) -> None:
         self.isa = extension.isa

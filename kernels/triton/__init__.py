@@ -5,9 +5,11 @@
     kv_write            rotate q and k, store k and v in their slots
     decode_attention    few query tokens a sequence: KV split over programs, second pass in split order
     prefill_attention   chunks of many tokens over their paged prefix
+    attention_shapes    tile shapes and checks of both
     attention_tile      what both do with one split of the KV
     linear              matrix product with a fixed order of the sum, bias and residual
     fp8                 e4m3 of the KV cache
+    kernel_set          what the engine asks of a kernel set, made of these
     sample              greedy, or temperature and Gumbel-max with Philox noise
     logit_edits         masks, bias and penalties before it
     token_filter        min-p, top-k, top-p

@@ -20,12 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.paged import split_size
+from kernels.triton.attention_shapes import (
+    MAX_TILE_ROWS,
+    check_attention_inputs,
+    decode_rows,
+    fp8_kind,
+    kv_tile,
+)
 from kernels.triton.attention_tile import NO_SCORE, attend_split, first_split, merge
 from kernels.triton.device import device_arch
-from kernels.triton.fp8 import CACHE_DTYPE, as_bytes, check_scales, has_conversion
-
-MAX_TILE_ROWS = 64
-"""Prefill's rows per warpgroup on sm_90: with fewer, decode would take another matrix instruction than prefill does."""
+from kernels.triton.fp8 import as_bytes
 
 LOG2_E = 1.4426950408889634
 
@@ -36,6 +40,7 @@ def _split_kernel(
     k_cache,
     v_cache,
     cu_seqlens,
+    query_starts,
     kv_lens,
     block_tables,
     part_total,  # float32 [T, Hq, splits, D]
@@ -80,7 +85,7 @@ def _split_kernel(
     head = kv_head * G + row % G
     valid = token < num_tokens
     inside = valid[:, None] & (dim < D)[None, :]
-    q_row = (start + token).to(tl.int64) * stride_q_token + head * stride_q_head
+    q_row = (tl.load(query_starts + sequence) + token).to(tl.int64) * stride_q_token + head * stride_q_head
     queries = tl.load(q + q_row[:, None] + dim[None, :], mask=inside, other=0.0)
     low = earliest * 0
     if WINDOW > 0:
@@ -124,6 +129,7 @@ def _merge_kernel(
     part_norm,
     out,
     cu_seqlens,
+    query_starts,
     kv_lens,
     v_scale,
     num_parts,
@@ -160,7 +166,8 @@ def _merge_kernel(
         result = total / norm[:, None]
         if FP8 > 0:
             result *= tl.load(v_scale + head // G)
-        cell = out + token * stride_out_token + head * stride_out_head + dim
+        row = (tl.load(query_starts + sequence) + step).to(tl.int64)
+        cell = out + row * stride_out_token + head * stride_out_head + dim
         tl.store(cell[None, :], result.to(out.dtype.element_ty), mask=(dim < D)[None, :])
 
 
@@ -174,6 +181,9 @@ def decode_attention(
     block_tables: Tensor,
     max_kv_len: int,
     scale: float,
+    query_starts: Tensor | None = None,
+    num_tokens: int | None = None,
+    out: Tensor | None = None,
     window: int | None = None,
     cap: float | None = None,
     k_scale: Tensor | None = None,
@@ -181,12 +191,17 @@ def decode_attention(
 ) -> Tensor:
     """Every sequence has at most `decode_rows // G` tokens; no `kv_lens` is above `max_kv_len` (only the
     grid and the workspace depend on it, so a CUDA graph is captured with its upper bound). Raises ValueError.
+
+    Of a batch that has other sequences too, `cu_seqlens` counts only these ones' tokens, `num_tokens` in all, and
+    `query_starts` int32 [S] says where in q, and in `out`, each begins; other rows of `out` stay as they are.
     """
-    num_tokens, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
+    num_tokens = q.shape[0] if num_tokens is None else num_tokens
     num_kv_heads, block_size = k_cache.shape[1:3]
     check_attention_inputs(q, k_cache, v_cache, block_tables)
     fp8 = fp8_kind(k_cache, k_scale, v_scale)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
+    query_starts = cu_seqlens if query_starts is None else query_starts
     if num_tokens == 0:
         return out
     split = split_size(block_size)
@@ -202,6 +217,7 @@ def decode_attention(
         as_bytes(k_cache),
         as_bytes(v_cache),
         cu_seqlens,
+        query_starts,
         kv_lens,
         block_tables,
         part_total,
@@ -225,7 +241,7 @@ def decode_attention(
         D=head_dim,
         DP=padded_dim,
         M=decode_rows(head_dim, device_arch(q.device), fp8=fp8 > 0),
-        N=kv_tile(head_dim, device_arch(q.device)),
+        N=kv_tile(head_dim, device_arch(q.device), fp8=fp8 > 0),
         SPLIT=split,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
@@ -240,6 +256,7 @@ def decode_attention(
         part_norm,
         out,
         cu_seqlens,
+        query_starts,
         kv_lens,
         kv_lens if v_scale is None else v_scale,
         num_parts,
@@ -257,42 +274,3 @@ def decode_attention(
         enable_fp_fusion=False,
     )
     return out
-
-
-def kv_tile(head_dim: int, arch: int) -> int:
-    """KV tokens a step, the same in prefill: what its two accumulators leave registers for (bench/gpu/aot.csv)."""
-    return 64 if head_dim <= 64 and arch == 90 else 32
-
-
-def tile_rows(head_dim: int, arch: int, *, fp8: bool = False) -> int:
-    """Rows of prefill's tiles: the most whose two float32 accumulators fit 8 warps' registers (bench/gpu/aot.csv).
-
-    With an e4m3 cache and heads above 128, wgmma's 64 rows leave none for the conversion on sm_90: 32, by mma.sync.
-    """
-    rows = 128 if arch == 90 and not (fp8 and head_dim > 128) else 64
-    return rows if head_dim <= 128 else rows // 2
-
-
-def decode_rows(head_dim: int, arch: int, *, fp8: bool = False) -> int:
-    """Rows of a decode tile. A sequence may have as many tokens in a step as fit it: rows // group size."""
-    return min(MAX_TILE_ROWS, tile_rows(head_dim, arch, fp8=fp8))
-
-
-def fp8_kind(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> int:
-    """What `attend_split` calls FP8. Raises ValueError."""
-    if not check_scales(k_cache, k_scale, v_scale):
-        return 0
-    return 2 if has_conversion(device_arch(k_cache.device)) else 1
-
-
-def check_attention_inputs(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> None:
-    """Raises ValueError, naming what does not fit."""
-    if k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[1]:
-        raise ValueError(f"q {tuple(q.shape)}, K {tuple(k_cache.shape)} and V {tuple(v_cache.shape)} do not fit")
-    rows = decode_rows(q.shape[2], device_arch(q.device), fp8=k_cache.dtype == CACHE_DTYPE)
-    if q.shape[1] // k_cache.shape[1] > rows:
-        raise ValueError(f"{q.shape[1] // k_cache.shape[1]} query heads per kv head, at most {rows} fit a tile")
-    if v_cache.dtype != k_cache.dtype or k_cache.dtype not in (q.dtype, CACHE_DTYPE):
-        raise ValueError(f"q is {q.dtype}, the cache {k_cache.dtype} and {v_cache.dtype}")
-    if q.stride(2) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1 or block_tables.stride(1) != 1:
-        raise ValueError("the last dimension of q, K, V and block_tables must be contiguous")

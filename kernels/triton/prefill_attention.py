@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.paged import split_size
+from kernels.triton.attention_shapes import check_attention_inputs, fp8_kind, kv_tile, tile_rows
 from kernels.triton.attention_tile import NO_SCORE, attend_split, first_split, merge
-from kernels.triton.decode_attention import LOG2_E, check_attention_inputs, fp8_kind, kv_tile, tile_rows
+from kernels.triton.decode_attention import LOG2_E
 from kernels.triton.device import device_arch
 from kernels.triton.fp8 import as_bytes
 
@@ -27,6 +28,7 @@ def _prefill_kernel(
     v_cache,
     out,
     cu_seqlens,
+    query_starts,
     kv_lens,
     block_tables,
     tiles,
@@ -61,6 +63,7 @@ def _prefill_kernel(
     first_token = tl.load(tiles + tile * 2 + 1)
     start = tl.load(cu_seqlens + sequence)
     num_tokens = tl.load(cu_seqlens + sequence + 1) - start
+    start = tl.load(query_starts + sequence)
     offset = tl.load(kv_lens + sequence) - num_tokens  # position = token + offset
     row = tl.arange(0, M)
     dim = tl.arange(0, DP)
@@ -139,17 +142,23 @@ def prefill_attention(
     block_tables: Tensor,
     tiles: Tensor,
     scale: float,
+    query_starts: Tensor | None = None,
+    out: Tensor | None = None,
     window: int | None = None,
     cap: float | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """q [T, Hq, D] -> [T, Hq, D]. `tiles` are those of `prefill_tiles` for the same lengths. Raises ValueError."""
+    """q [T, Hq, D] -> [T, Hq, D]. `tiles` are those of `prefill_tiles` for the same lengths. Raises ValueError.
+
+    `query_starts` and `out` as in `decode_attention`.
+    """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = k_cache.shape[1:3]
     check_attention_inputs(q, k_cache, v_cache, block_tables)
     fp8 = fp8_kind(k_cache, k_scale, v_scale)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
+    query_starts = cu_seqlens if query_starts is None else query_starts
     if tiles.shape[0] == 0:
         return out
     padded_dim = max(triton.next_power_of_2(head_dim), 16)
@@ -159,6 +168,7 @@ def prefill_attention(
         as_bytes(v_cache),
         out,
         cu_seqlens,
+        query_starts,
         kv_lens,
         block_tables,
         tiles,
@@ -181,7 +191,7 @@ def prefill_attention(
         D=head_dim,
         DP=padded_dim,
         M=tile_rows(head_dim, device_arch(q.device), fp8=fp8 > 0),
-        N=kv_tile(head_dim, device_arch(q.device)),
+        N=kv_tile(head_dim, device_arch(q.device), fp8=fp8 > 0),
         SPLIT=split_size(block_size),
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,

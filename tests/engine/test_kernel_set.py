@@ -83,5 +83,7 @@ def test_without_the_extension_auto_warns_once_and_native_refuses() -> None:
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(ModelError, match="kernels 'fast' is not known; known are auto, native, torch, reference"):
+    with pytest.raises(
+        ModelError, match="kernels 'fast' is not known; known are auto, native, torch, reference, triton"
+    ):
         load_kernel_set("fast")

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels.triton import attention_tile, decode_attention, prefill_attention
+from kernels.triton import attention_shapes, attention_tile, decode_attention, prefill_attention
 from tests.kernels.triton.attention_case import TOLERANCE, AttentionCase, AttentionInputs
 from tests.kernels.triton.mutants import mutant
 from tests.kernels.triton.tensors import DTYPES
@@ -78,7 +78,7 @@ E4M3 = {
 @pytest.mark.parametrize("case", E4M3)
 def test_e4m3_cache(case: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Close to float64 on what the cache stands for; decode and prefill give the same bits."""
-    monkeypatch.setattr(decode_attention, "has_conversion", lambda arch: native)
+    monkeypatch.setattr(attention_shapes, "has_conversion", lambda arch: native)
     inputs = E4M3[case].make()
     out = inputs.decode()
     assert is_close(inputs, out)
