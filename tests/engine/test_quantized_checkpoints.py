@@ -112,9 +112,9 @@ def test_every_matrix_is_what_it_stands_for(make: Make) -> None:
         ("gptq", "llama", 1),
         ("gptq act-order", "qwen2", 1),
         ("gptq 8 bits", "gemma3", 1),
-        ("gptq v2, lm_head too", "llama", 1),
+        pytest.param("gptq v2, lm_head too", "llama", 1, marks=pytest.mark.nightly),
         ("awq", "qwen3", 1),
-        ("w4a16 with zero points, act-order", "llama", 1),
+        pytest.param("w4a16 with zero points, act-order", "llama", 1, marks=pytest.mark.nightly),
         ("fp8 by row, lm_head too", "llama", 1),
     ],
 )
