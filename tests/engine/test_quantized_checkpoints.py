@@ -86,23 +86,23 @@ def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_matrix_is_what_it_stands_for(make: Make, name: str) -> None:
+def test_every_matrix_is_what_it_stands_for(make: Make) -> None:
     """To the bit, number by number; what isn't quantized is read as it is."""
-    path, dense = make(RECIPES[name])
-    config = load_model_config(path)
-    weights = map_weights(path, torch.float32, config.quantization)
-    num_quantized = 0
-    for tensor_name, expected in load_file(dense / "model.safetensors").items():
-        if not tensor_name.endswith("weight") or expected.dim() != 2:
-            continue
-        found = weights.matrix(tensor_name.removeprefix("model.").removesuffix(".weight"), tuple(expected.shape))
-        if isinstance(found, GroupedMatrix):
-            num_quantized += 1
-            found = found.dequantized()
-        assert torch.equal(found, expected), tensor_name
-    skipped = 7 if "layers.1." in RECIPES[name].kept else 0
-    assert num_quantized == 2 * 7 - skipped + (not RECIPES[name].kept)
+    for name, recipe in RECIPES.items():
+        path, dense = make(recipe)
+        weights = map_weights(path, torch.float32, load_model_config(path).quantization)
+        num_quantized = 0
+        for tensor_name, expected in load_file(dense / "model.safetensors").items():
+            if not tensor_name.endswith("weight") or expected.dim() != 2:
+                continue
+            module, shape = tensor_name.removeprefix("model.").removesuffix(".weight"), tuple(expected.shape)
+            found = weights.matrix(module, (shape[0], shape[1]))
+            if isinstance(found, GroupedMatrix):
+                num_quantized += 1
+                found = found.dequantized()
+            assert torch.equal(found, expected), (name, tensor_name)
+        skipped = 7 if "layers.1." in recipe.kept else 0
+        assert num_quantized == 2 * 7 - skipped + (not recipe.kept), name
 
 
 # Seeds whose margins are wide enough at every step; the test checks that they are.
@@ -112,9 +112,9 @@ def test_every_matrix_is_what_it_stands_for(make: Make, name: str) -> None:
         ("gptq", "llama", 1),
         ("gptq act-order", "qwen2", 1),
         ("gptq 8 bits", "gemma3", 1),
-        ("gptq v2, lm_head too", "llama", 1),
+        pytest.param("gptq v2, lm_head too", "llama", 1, marks=pytest.mark.nightly),
         ("awq", "qwen3", 1),
-        ("w4a16 with zero points, act-order", "llama", 1),
+        pytest.param("w4a16 with zero points, act-order", "llama", 1, marks=pytest.mark.nightly),
         ("fp8 by row, lm_head too", "llama", 1),
     ],
 )
@@ -248,43 +248,43 @@ def test_what_is_not_supported_is_named(broken: Path) -> None:
 NAME = "model.layers.1.mlp.down_proj"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(f"{NAME}.scales"), rf"{NAME}: tensor scales \[3, 64\] is missing"),
-        (lambda t: t.pop(f"{NAME}.qweight"), rf"tensor {NAME}.weight \[64, 96\] is missing"),
-        (
-            lambda t: t.update({f"{NAME}.qzeros": t[f"{NAME}.qzeros"][:2]}),
-            rf"{NAME}: tensor qzeros is \[2, 8\]; config and quantization_config ask for \[3, 8\]",
-        ),
-        (
-            lambda t: t.update({f"{NAME}.scales": t[f"{NAME}.scales"].int()}),
-            rf"{NAME}: tensor scales is int32; it must be float16 or bfloat16 or float32",
-        ),
-        (lambda t: t[f"{NAME}.g_idx"].__setitem__(5, 3), rf"{NAME}: tensor g_idx has group 3; there are groups 0 to 2"),
-        (lambda t: t[f"{NAME}.g_idx"].__setitem__(5, -1), rf"{NAME}: tensor g_idx has group -1"),
-        (lambda t: t[f"{NAME}.g_idx"].__setitem__(5, 1), r"g_idx has 31 columns of group 0; group_size is 32"),
-        (
-            lambda t: t[f"{NAME}.scales"].__setitem__((1, 7), torch.inf),
-            rf"{NAME}: row 7 of \[64, 96\] has scales with an",
-        ),
-        (lambda t: t.update({f"{NAME}.bias": torch.ones(64)}), rf"not part of this architecture: {NAME}.bias"),
-        (lambda t: t.update({f"{NAME}.extra": torch.ones(64)}), rf"not part of this architecture: {NAME}.extra"),
-        (
-            lambda t: t["model.layers.0.self_attn.k_proj.g_idx"].copy_(torch.arange(64) // 32 ^ 1),
-            "layers.0.self_attn.q_proj.*: matrices over one input must have their columns in one order",
-        ),
-    ],
-)
-def test_broken_checkpoints_are_named(
-    broken: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
-) -> None:
-    edit_tensors(broken, change)
-    native_only = "one order" in message  # the others dequantize
-    if native_only and not cpu.available():
-        pytest.skip(cpu.why_unavailable())
-    with pytest.raises(ModelError, match=message):
-        load_model(load_model_config(broken), load_kernel_set("native" if native_only else "torch"))
+Change = Callable[[dict[str, torch.Tensor]], object]
+BROKEN: list[tuple[Change, str]] = [
+    (lambda t: t.pop(f"{NAME}.scales"), rf"{NAME}: tensor scales \[3, 64\] is missing"),
+    (lambda t: t.pop(f"{NAME}.qweight"), rf"tensor {NAME}.weight \[64, 96\] is missing"),
+    (
+        lambda t: t.update({f"{NAME}.qzeros": t[f"{NAME}.qzeros"][:2]}),
+        rf"{NAME}: tensor qzeros is \[2, 8\]; config and quantization_config ask for \[3, 8\]",
+    ),
+    (
+        lambda t: t.update({f"{NAME}.scales": t[f"{NAME}.scales"].int()}),
+        rf"{NAME}: tensor scales is int32; it must be float16 or bfloat16 or float32",
+    ),
+    (lambda t: t[f"{NAME}.g_idx"].__setitem__(5, 3), rf"{NAME}: tensor g_idx has group 3; there are groups 0 to 2"),
+    (lambda t: t[f"{NAME}.g_idx"].__setitem__(5, -1), rf"{NAME}: tensor g_idx has group -1"),
+    (lambda t: t[f"{NAME}.g_idx"].__setitem__(5, 1), r"g_idx has 31 columns of group 0; group_size is 32"),
+    (
+        lambda t: t[f"{NAME}.scales"].__setitem__((1, 7), torch.inf),
+        rf"{NAME}: row 7 of \[64, 96\] has scales with an",
+    ),
+    (lambda t: t.update({f"{NAME}.bias": torch.ones(64)}), rf"not part of this architecture: {NAME}.bias"),
+    (lambda t: t.update({f"{NAME}.extra": torch.ones(64)}), rf"not part of this architecture: {NAME}.extra"),
+]
+
+
+def test_broken_checkpoints_are_named(make: Make, tmp_path: Path) -> None:
+    for number, (change, message) in enumerate(BROKEN):
+        path = shutil.copytree(make(RECIPES["gptq"])[0], tmp_path / str(number))
+        edit_tensors(path, change)
+        with pytest.raises(ModelError, match=message):
+            load_model(load_model_config(path), load_kernel_set("torch"))
+
+
+@NATIVE
+def test_matrices_in_different_orders_are_refused(broken: Path) -> None:
+    edit_tensors(broken, lambda t: t["model.layers.0.self_attn.k_proj.g_idx"].copy_(torch.arange(64) // 32 ^ 1))
+    with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj.*: matrices over one input .* in one order"):
+        load_model(load_model_config(broken), load_kernel_set("native"))
 
 
 def test_broken_compressed_tensors_are_named(make: Make, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 from rich.console import Console
 
 from pagewire import LLM, SamplingParams, StructuredOutput
@@ -322,7 +323,7 @@ def test_two_threads_share_it(tiny_model: TinyModel) -> None:
 
 def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path / "cache"))
-    _, file = write_gguf("llama", tmp_path)
+    _, file = write_gguf("llama", tmp_path, quantization=GGMLQuantizationType.Q8_0)
     with tiny_llm(file) as llm:
         first = llm.generate(PROMPTS, GREEDY)
     made = list((tmp_path / "cache" / "models").iterdir())
