@@ -69,13 +69,18 @@ def make(tiny_model: Tiny, name: str) -> Path:
     return tiny_model(name.split(":")[0], **MODELS[name])
 
 
-# What a variant or a later family has of its own is the model's, not the kernels': all sets see it nightly only.
 LATER = ("mixtral", "qwen3_moe", "phi3")
+
+
+def is_nightly(name: str, kernels: str) -> bool:
+    """What a variant or a later family has of its own is the model's, not the kernels': native is enough by day."""
+    family, _, variant = name.partition(":")
+    return (bool(variant) or family in LATER) and (kernels != "native" or bool(variant and family in LATER))
+
+
 CASES = [
-    pytest.param(name, kernels, marks=pytest.mark.nightly if late and kernels != "native" else ())
-    for name, late, kernels in (
-        (name, ":" in name or name in LATER, kernels) for name, kernels in product(MODELS, KERNELS)
-    )
+    pytest.param(name, kernels, marks=pytest.mark.nightly if is_nightly(name, kernels) else ())
+    for name, kernels in product(MODELS, KERNELS)
 ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from engine.engine import Engine
 from engine.kernel_set import load_kernel_set
 from engine.model_config import ModelConfig, ModelError
 from engine.models import transformers_load, transformers_model
-from engine.models.transformers_load import load_transformers_model
 from engine.models.transformers_model import TILE_ROWS, tiles
 from engine.transformers_config import TransformersConfig, load_config
 from kernels import cpu
@@ -38,6 +38,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 """Windows and caps; partial rotation and biases; a decoder of its own; scaled logits; experts."""
 NIGHTLY = pytest.mark.nightly
+DTYPES = ("float32", "bfloat16")
 
 
 def make(model_type: str, directory: Path, **values: Any) -> Path:
@@ -92,8 +93,10 @@ def test_one_shape_is_what_makes_the_bits_equal(tmp_path: Path, monkeypatch: pyt
     assert TinyModel(make("granite", tmp_path / "odd", intermediate_size=101)).model.varying
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kernels", ["native", pytest.param("torch", marks=NIGHTLY)])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [("native", "bfloat16"), *(pytest.param(*case, marks=NIGHTLY) for case in product(("native", "torch"), DTYPES))],
+)
 def test_every_path_gives_the_same_bits(tiny_model: Tiny, kernels: str, dtype: str) -> None:
     path = tiny_model("gpt2", seed=1, dtype=dtype)
     tokens = random_prompt(45, seed=7)
@@ -160,65 +163,64 @@ def test_the_clash_of_names_is_explained(tiny_model: Tiny, monkeypatch: pytest.M
         TinyModel(tiny_model("gpt2", seed=1))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name", "values", "message"),
-    [
-        ("t5", "T5ForConditionalGeneration", {}, "is an encoder-decoder; only decoders are served"),
-        ("bert", "BertForMaskedLM", {}, "is no causal language model of transformers"),
-        ("mamba", "MambaForCausalLM", {}, "does not attend through transformers' attention interface"),
-        ("bloom", "BloomForCausalLM", {}, "does not attend through transformers' attention interface"),
-        (
-            "llama4_text",
-            "Llama4ForCausalLM",
-            SIZES,
-            "layer_types has 'chunked_attention'; supported are full_attention",
-        ),
-        ("gpt2", "GPT2LMHeadModel", {"n_positions": None}, "n_positions|max_position_embeddings"),
-        (
-            "phi3",
-            "Phi3ForCausalLM",
-            SIZES
-            | {"original_max_position_embeddings": 32, "pad_token_id": 0}
-            | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
-            "'longrope' changes with the length beyond 32 tokens and max_model_len is 128.*lower max_model_len",
-        ),
-    ],
-)
-def test_configs_that_are_refused(
-    tmp_path: Path, model_type: str, name: str, values: dict[str, Any], message: str
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [name]} | values))
-    with pytest.raises(ModelError, match=message) as caught:
-        load_config(tmp_path, model_impl="transformers")
-    assert "config.json" in str(caught.value)
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("t5", "T5ForConditionalGeneration", {}, "is an encoder-decoder; only decoders are served"),
+    ("bert", "BertForMaskedLM", {}, "is no causal language model of transformers"),
+    ("mamba", "MambaForCausalLM", {}, "does not attend through transformers' attention interface"),
+    ("bloom", "BloomForCausalLM", {}, "does not attend through transformers' attention interface"),
+    (
+        "llama4_text",
+        "Llama4ForCausalLM",
+        SIZES,
+        "layer_types has 'chunked_attention'; supported are full_attention",
+    ),
+    ("gpt2", "GPT2LMHeadModel", {"n_positions": None}, "n_positions|max_position_embeddings"),
+    (
+        "phi3",
+        "Phi3ForCausalLM",
+        SIZES
+        | {"original_max_position_embeddings": 32, "pad_token_id": 0}
+        | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
+        "'longrope' changes with the length beyond 32 tokens and max_model_len is 128.*lower max_model_len",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "values", "message"),
-    [
-        (
-            "gpt_oss",
-            {"head_dim": 16, "num_local_experts": 4},
-            "layer 0 asks its attention for s_aux, which is not supported",
-        ),
-        (
-            "deepseek_v3",
-            {
-                "moe_intermediate_size": 32,
-                "n_routed_experts": 4,
-                "num_experts_per_tok": 2,
-                "n_group": 1,
-                "topk_group": 1,
-            }
-            | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 32},
-            r"layer 0 has queries .* and values \[1, 4, 16, 16\]; config.json says 4 heads, 2 kv heads",
-        ),
-    ],
-)
-def test_attention_that_is_refused(tmp_path: Path, model_type: str, values: dict[str, Any], message: str) -> None:
-    path = make(model_type, tmp_path, **values)
-    with pytest.raises(ModelError, match=message):
-        load_transformers_model(load_config(path), load_kernel_set("torch"))  # type: ignore[arg-type]
+def test_configs_that_are_refused(tmp_path: Path) -> None:
+    for model_type, name, values, message in REFUSED:
+        config = {"model_type": model_type, "architectures": [name]} | values
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match=message) as caught:
+            load_config(tmp_path, model_impl="transformers")
+        assert "config.json" in str(caught.value)
+
+
+REFUSED_ATTENTION: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "gpt_oss",
+        {"head_dim": 16, "num_local_experts": 4},
+        "layer 0 asks its attention for s_aux, which is not supported",
+    ),
+    (
+        "deepseek_v3",
+        {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+        | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 32},
+        r"layer 0 has queries .* and values \[1, 4, 16, 16\]; config.json says 4 heads, 2 kv heads",
+    ),
+]
+
+
+def test_attention_that_is_refused(tmp_path: Path) -> None:
+    for model_type, values, message in REFUSED_ATTENTION:
+        path = make(model_type, tmp_path / model_type, **values)
+        with pytest.raises(ModelError, match=message):
+            TinyModel(path)
 
 
 def test_a_module_that_does_something_else_is_found_out(

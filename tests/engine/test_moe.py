@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,22 @@ from tests.engine.model_harness import KERNELS, TinyModel, hugging_face, random_
 from tests.tiny_adapters import make_adapter
 
 Tiny = Callable[..., Path]
+AVAILABLE = KERNELS if cpu.available() else KERNELS[:2]
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
+QUANTIZATIONS: tuple[Quantization | None, ...] = (None, "int8", "w8a8")
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_depends_on_itself_alone(
-    tiny_model: Tiny, kernels: str, dtype: str, quantization: Quantization | None
-) -> None:
+def test_a_row_depends_on_itself_alone(tiny_model: Tiny, kernels: str) -> None:
     """M = 1 against M = n, in any order, and when all rows want the same experts."""
     if kernels == "native" and not cpu.available():
         pytest.skip(cpu.why_unavailable())
+    for dtype, quantization in product(("float32", "bfloat16"), QUANTIZATIONS):
+        check_rows(tiny_model, kernels, dtype, quantization)
+
+
+def check_rows(tiny_model: Tiny, kernels: str, dtype: str, quantization: Quantization | None) -> None:
     config = load_model_config(tiny_model("mixtral", seed=1, dtype=dtype))
     model = load_model(config, load_kernel_set(kernels, quantization=quantization))
     mlp: Any = model.blocks[0]
@@ -48,22 +54,24 @@ def test_a_row_depends_on_itself_alone(
         assert torch.equal(mlp.mlp(crowd, step), torch.cat([together[3:4].expand(20, -1), together[:5]]))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_the_router_is_never_quantized(tiny_model: Tiny, kernels: str) -> None:
-    if kernels == "native" and not cpu.available():
-        pytest.skip(cpu.why_unavailable())
+def test_the_router_is_never_quantized() -> None:
     x, weight = torch.randn(5, 64), torch.randn(6, 64)
-    plain, quantized = (load_kernel_set(kernels, quantization=q).router_logits(x, weight) for q in (None, "w8a8"))
-    assert torch.equal(plain, quantized)
-    assert (plain - x.double() @ weight.double().T).abs().max() < 1e-5
-    assert plain.dtype == torch.float32
+    for kernels in AVAILABLE:
+        plain, quantized = (load_kernel_set(kernels, quantization=q).router_logits(x, weight) for q in (None, "w8a8"))
+        assert torch.equal(plain, quantized), kernels
+        assert (plain - x.double() @ weight.double().T).abs().max() < 1e-5
+        assert plain.dtype == torch.float32
 
 
-@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
-def test_kernel_sets_agree_on_quantized_experts(tiny_model: Tiny, quantization: Quantization) -> None:
+def test_kernel_sets_agree_on_quantized_experts(tiny_model: Tiny) -> None:
+    for quantization in QUANTIZATIONS[1:]:
+        check_agreement(tiny_model, quantization)
+
+
+def check_agreement(tiny_model: Tiny, quantization: Quantization | None) -> None:
     tokens = random_prompt(20, seed=2)
     found = {}
-    for kernels in KERNELS if cpu.available() else KERNELS[:2]:
+    for kernels in AVAILABLE:
         run = TinyModel(tiny_model("mixtral", seed=1), kernels=kernels)
         run.model = load_model(run.config, load_kernel_set(kernels, quantization=quantization))
         found[kernels] = run.logits(tokens)
@@ -75,10 +83,13 @@ def test_kernel_sets_agree_on_quantized_experts(tiny_model: Tiny, quantization: 
         assert (logits - found["reference"]).abs().max() < (0.002 if quantization == "int8" else 0.3) * change, kernels
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_fused_experts_are_the_same_experts(tiny_model: Tiny, tmp_path: Path, family: str) -> None:
+def test_fused_experts_are_the_same_experts(tiny_model: Tiny, tmp_path: Path) -> None:
     """As transformers 5 writes them: the hub's form, or one tensor for all experts; also converted to another dtype."""
-    path = tiny_model(family, seed=1)
+    for family in ("mixtral", "qwen3_moe"):
+        check_fused(tiny_model(family, seed=1), tmp_path / family)
+
+
+def check_fused(path: Path, tmp_path: Path) -> None:
     tokens = random_prompt(20, seed=2)
     expected = TinyModel(path).logits(tokens)
     hugging_face(path).save_pretrained(tmp_path / "hub")
@@ -122,22 +133,22 @@ def test_what_changes_kv_values_is_in_the_keys(tiny_model: Tiny) -> None:
         assert replace(config, moe=replace(config.moe, **values)).kv_config() != base
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be at most the number of experts, 6"),
-        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
-        ({"num_experts": 0}, "num_experts is 0"),
-        ({"mlp_only_layers": [2]}, r"mlp_only_layers is \[2\]; it must list layers from 0 to 1"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
-    ],
-)
-def test_what_can_not_be_served(tiny_model: Tiny, tmp_path: Path, values: dict[str, Any], message: str) -> None:
-    config = json.loads((tiny_model("qwen3_moe") / "config.json").read_text()) | values
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=message):
-        load_model_config(tmp_path)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be at most the number of experts, 6"),
+    ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+    ({"num_experts": 0}, "num_experts is 0"),
+    ({"mlp_only_layers": [2]}, r"mlp_only_layers is \[2\]; it must list layers from 0 to 1"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+    ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+]
+
+
+def test_what_can_not_be_served(tiny_model: Tiny, tmp_path: Path) -> None:
+    whole = json.loads((tiny_model("qwen3_moe") / "config.json").read_text())
+    for values, message in REFUSED:
+        (tmp_path / "config.json").write_text(json.dumps(whole | values))
+        with pytest.raises(ModelError, match=message):
+            load_model_config(tmp_path)
 
 
 def test_adapters_on_experts_are_refused(tiny_model: Tiny, tmp_path: Path) -> None:
