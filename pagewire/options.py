@@ -267,6 +267,12 @@ class ProcessConfig(_Frozen):
     redis_url: RedisUrl | None = option(
         None, "Redis or Valkey that holds the prefix index.", panel=_NETWORK, metavar="URL", shown_default="none"
     )
+    kv_fetch: Literal["auto", "always", "off"] = option(
+        "auto",
+        "Workers fetch cached KV from other workers instead of computing it: auto when that is estimated to be faster. "
+        "A router has to know if they never do.",
+        panel=_TRANSFER,
+    )
     drain_timeout: Seconds = option(30.0, "Time for running requests after SIGTERM.", panel=_LIMITS, metavar="SECONDS")
     metrics_port: Port | None = option(
         None, "Serve Prometheus metrics on this port.", panel=_OBSERVE, metavar="PORT", shown_default="off"
@@ -354,11 +360,6 @@ class WorkerConfig(ProcessConfig):
     kv_load_failure_policy: Literal["recompute", "fail"] = option(
         "recompute",
         "When KV did not come after retries: decode computes the rest, or the router asks another prefill worker.",
-        panel=_TRANSFER,
-    )
-    kv_fetch: Literal["auto", "always", "off"] = option(
-        "auto",
-        "Fetch cached KV from other workers instead of computing it: auto when that is estimated to be faster.",
         panel=_TRANSFER,
     )
     kv_fetch_min_tokens: int = option(

@@ -47,7 +47,8 @@ class _Case:
 class FleetPlacer:
     """The pipeline's Placer. Nothing here waits: the index and the loads are in memory.
 
-    A worker's blocks count only if the index has them from the incarnation that is alive now.
+    A worker's blocks count only if the index has them from the incarnation that is alive now. `may_fetch` False:
+    workers do not fetch from each other, so what others hold must be computed.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FleetPlacer:
         policy: Policy = "prefix",
         local_prefill_max_tokens: int = 0,
         temperature: float = 0.0,
+        may_fetch: bool = True,
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,6 +70,7 @@ class FleetPlacer:
         self._policy = policy
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._temperature = temperature
+        self._may_fetch = may_fetch
         self._rng = rng or Random()
         self._clock = clock
         self._assumptions = Assumptions()
@@ -198,7 +201,7 @@ class FleetPlacer:
             lower |= self._lower(keys[root], ids, workers, on_device)
             assumed |= self._assumptions.hits(keys[root], ids, now)
         fetchable: dict[WorkerFingerprint, int] = {}
-        for worker_id, depth in on_device.items():
+        for worker_id, depth in on_device.items() if self._may_fetch else ():
             if workers[worker_id].alive:
                 fingerprint = workers[worker_id].description.fingerprint
                 fetchable[fingerprint] = max(depth, fetchable.get(fingerprint, 0))

@@ -69,6 +69,7 @@ async def _serve(config: RouterConfig, model: ModelFacts) -> None:
             policy=config.policy,
             local_prefill_max_tokens=config.local_prefill_max_tokens,
             temperature=config.router_temperature,
+            may_fetch=config.kv_fetch != "off",
         )
         guard = TokenizerGuard(
             tokenizer_digest(Path(config.model)), lambda: None if index is None else index.model_record

@@ -98,6 +98,18 @@ async def test_the_deepest_prefix_wins(world: World) -> None:
         world.now += 10  # what was assumed is forgotten
 
 
+async def test_what_nobody_fetches_is_no_reason_to_spread(world: World) -> None:
+    """With --kv-fetch off another worker's blocks are worth nothing here: a queue must be longer to be avoided."""
+    world.hold("p1", 10)
+    for may_fetch, depth in ((True, 10), (False, 0)):
+        placer = world.new_placer(may_fetch=may_fetch)
+        assert world.place(placer=placer)[0] == "p1"
+        assert placer.last_plan is not None
+        assert placer.last_plan.prefill is not None
+        (other,) = (score for score in placer.last_plan.prefill.scores if score.worker_id == "p0")
+        assert other.cost == pytest.approx(len(PROMPT) - 0.9 * 4 * depth)
+
+
 async def test_a_tier_is_worth_less_than_the_device_and_more_than_nothing(world: World) -> None:
     for worker_id in ("p0", "p1", "d0", "d1"):
         world.hold(worker_id, 0)

@@ -1,0 +1,162 @@
+"""The same users before a real system, `pagewire up` with 2P2D and a tiny model, and what it measured of itself."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from bench.kv_fetch import READY, free_ports
+from bench.routing.outcome import Outcome, Sample
+from bench.routing.workers import Machine
+from bench.routing.workload import BLOCK, Chat, Users, Workload
+from engine.memory import KvLayout
+from engine.model_config import load_model_config
+from pagewire import AsyncClient
+from tests.tiny_models import make_tiny_model
+
+NUM_PREFILL, NUM_DECODE = 2, 2
+TIMEOUT = 600.0
+
+
+@dataclass(slots=True)
+class RealRun:
+    """One policy on a system of its own; `run` returns what came out, and the machine that it says it ran on."""
+
+    workload: Workload
+    policy: str
+    rate: float
+    directory: Path
+    seed: int = 0
+    arrived: list[tuple[Chat[int], float, "asyncio.Task[Sample]"]] = field(default_factory=list)
+
+    def run(self, warm_up: float, seconds: float) -> tuple[Outcome, Machine]:
+        with self._system() as (target, metrics_port):
+            return asyncio.run(self._run(target, metrics_port, warm_up, seconds))
+
+    @contextmanager
+    def _system(self) -> Iterator[tuple[str, int]]:
+        """The router's address, and the first metrics port."""
+        model = self.directory / "tiny"
+        if not model.exists():
+            make_tiny_model("llama", model, max_position_embeddings=8192)
+        config = load_model_config(model)
+        layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, config.dtype)
+        pool = self.workload.blocks_per_worker(NUM_PREFILL) * layout.block_bytes
+        longest = self.workload.system_tokens + self.workload.num_turns * (
+            self.workload.question_tokens + self.workload.answer_tokens
+        )
+        metrics_port = free_ports(1 + NUM_PREFILL + NUM_DECODE)
+        command = [
+            sys.executable, "-m", "pagewire", "up", "--model", str(model), "--port", "0", "--prefill", str(NUM_PREFILL),
+            "--decode", str(NUM_DECODE), "--policy", self.policy, "--kv-fetch", "off", "--block-size", str(BLOCK),
+            "--kv-cache-memory-bytes", str(pool), "--max-model-len", str(longest + 2 * BLOCK), "--cpu-threads", "1",
+            "--metrics-port", str(metrics_port), "--log-level", "warning",
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if found := READY.search(line):
+                        break
+                else:
+                    raise SystemExit("`pagewire up` did not become ready")
+                yield found.group(1), metrics_port
+            finally:
+                process.terminate()
+                process.communicate(timeout=60)
+
+    async def _run(self, target: str, metrics_port: int, warm_up: float, seconds: float) -> tuple[Outcome, Machine]:
+        client, rng, words = AsyncClient(target), Random(self.seed), Random(self.seed + 1)
+        vocab_size = (await client.list_models())[0].vocab_size
+
+        def say(num_tokens: int) -> list[int]:
+            return [words.randrange(10, vocab_size - 10) for _ in range(num_tokens)]
+
+        users = Users(self.workload, say)
+        overhead = await self._overhead(client, say(2 * BLOCK))
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        next_at, measured_from, before, num_warm = begun, begun + warm_up, {}, 0
+        while next_at < measured_from + seconds:
+            await asyncio.sleep(max(0.0, next_at - clock()))
+            if next_at >= measured_from and not before:
+                before, num_warm = await asyncio.to_thread(counters, metrics_port), len(self.arrived)
+            next_at += rng.expovariate(self.rate)  # in the simulation's order, so that the same users ask
+            chat = users.ask(rng)
+            self.arrived.append((chat, clock(), asyncio.create_task(self._turn(client, chat, say(1)))))
+        await asyncio.sleep(max(0.0, measured_from + seconds - clock()))
+        after = await asyncio.to_thread(counters, metrics_port)
+        samples = [await task for _, _, task in self.arrived]
+        await client.close()
+        moved = {name: value - before[name] for name, value in after.items()}
+        outcome = Outcome.of(
+            "real",
+            self.policy,
+            self.workload.working_set,
+            self.rate,
+            samples[num_warm:],
+            moved["generation_tokens"] / seconds,
+        )
+        return outcome, self._machine(moved, overhead)
+
+    async def _turn(self, client: AsyncClient, chat: Chat[int], end: list[int]) -> Sample:
+        """The prompt is whole blocks and one token; with it the answer is whole blocks too."""
+        prompt = chat.said + end
+        done = await client.complete(
+            prompt,
+            max_tokens=self.workload.answer_tokens - 1,
+            temperature=0,
+            ignore_eos=True,
+            timeout=TIMEOUT,
+        )
+        chat.said = [*prompt, *done.token_ids]
+        chat.busy = False
+        return Sample(done.timing.ttft_ms / 1e3, len(prompt), done.usage.cached_tokens)
+
+    async def _overhead(self, client: AsyncClient, prompt: list[int]) -> float:
+        """Seconds to the first token of a prompt that is cached, on an idle system."""
+        seconds = []
+        for _ in range(9):
+            done = await client.complete([*prompt, 11], max_tokens=2, temperature=0, ignore_eos=True)
+            seconds.append(done.timing.ttft_ms / 1e3)
+        return median(seconds[3:])
+
+    def _machine(self, moved: dict[str, float], overhead: float) -> Machine:
+        """From the steps' own durations: prefill workers do nothing else, decode workers one token per sequence."""
+        return replace(
+            Machine(),
+            num_prefill=NUM_PREFILL,
+            num_decode=NUM_DECODE,
+            decode_pool=1,
+            prefill_rate=moved["prefill_computed"] / moved["prefill_seconds"],
+            step_seconds=moved["decode_seconds"] / moved["decode_steps"],
+            step_per_sequence=0.0,
+            overhead_seconds=overhead,
+        )
+
+
+def counters(metrics_port: int) -> dict[str, float]:
+    """What the workers have done so far, by role: tokens computed, seconds and number of steps."""
+    sums: dict[str, float] = {"generation_tokens": 0.0, "prefill_computed": 0.0}
+    for number in range(NUM_PREFILL + NUM_DECODE):
+        role = "prefill" if number < NUM_PREFILL else "decode"
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port + 1 + number}/metrics", timeout=10) as page:
+            text = page.read().decode()
+
+        def value(name: str, text: str = text) -> float:
+            found = re.search(rf"^{name}(?:\{{[^}}]*\}})? ([0-9.e+-]+)$", text, re.MULTILINE)
+            return float(found[1]) if found else 0.0
+
+        sums["generation_tokens"] += value("vllm:generation_tokens_total")
+        if role == "prefill":
+            sums["prefill_computed"] += value("pagewire:computed_prompt_tokens_total")
+        for name, metric in (("seconds", "pagewire:step_seconds_sum"), ("steps", "pagewire:step_seconds_count")):
+            sums[f"{role}_{name}"] = sums.get(f"{role}_{name}", 0.0) + value(metric)
+    return sums
