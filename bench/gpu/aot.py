@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,17 +196,16 @@ def launches(model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
         lambda: kv_write.rope_and_write_kv(q, k, v, angle, angle, *fp8_caches, longs, **scales),
     )
     yield (
-        "e4m3_decode_attention",
+        "decode_attention_e4m3",
         lambda: decode_attention.decode_attention(q, *fp8_caches, max_kv_len=4096, **scales, **common),
     )
     yield (
-        "e4m3_prefill_attention",
+        "prefill_attention_e4m3",
         lambda: prefill_attention.prefill_attention(q, *fp8_caches, tiles=tiles, **scales, **common),
     )
     weight, many = floats(model.ffn, model.hidden), floats(520, model.hidden)
     yield "linear", lambda: linear.linear(hidden, weight, residual=wide)
     yield "linear_many_rows", lambda: linear.linear(many, weight)
-    yield "logits", lambda: linear.linear(hidden[:2], weight, out_dtype=torch.float32)
     yield (
         "sample",
         lambda: sample.sample(
@@ -260,7 +259,8 @@ def launches(model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def compile_all(kernels: list[str], models: list[str], archs: list[int]) -> Iterator[Row]:
-    """A row for every kernel that an op launches."""
+    """A row for every kernel that an op launches; what is the same launch for several models is compiled once."""
+    compiled: dict[str, Row] = {}
     for model in MODELS:
         if models and model.name not in models:
             continue
@@ -272,7 +272,10 @@ def compile_all(kernels: list[str], models: list[str], archs: list[int]) -> Iter
                     call()
                 for launch in found:
                     full = f"{name}/{launch.kernel.__name__.strip('_').removesuffix('_kernel')}"
-                    yield compile_one(full, model.name, launch, arch)
+                    same = repr((arch, launch))
+                    if same not in compiled:
+                        compiled[same] = compile_one(full, model.name, launch, arch)
+                    yield replace(compiled[same], kernel=full, model=model.name)
 
 
 def compile_one(name: str, model: str, launch: Launch, arch: int) -> Row:

@@ -86,6 +86,7 @@ def test_e4m3_cache(case: str, native: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(inputs.only(1).decode(), out[-inputs.case.query_lens[1] :])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kernels", "old", "new"),
     [

@@ -49,6 +49,7 @@ def test_float32_results_of_bfloat16() -> None:
     assert torch.allclose(out.double(), reference.linear(x.double(), weight.double()), atol=1e-5, rtol=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new", "rows"),
     [

@@ -104,11 +104,13 @@ def test_the_cpus_tokens_stay(size: int, small_chunks: None) -> None:
     assert kept_tokens(token_filter, logits, PARAMS, size) == wanted_tokens(logits, PARAMS, size)
 
 
+@pytest.mark.nightly
 def test_a_large_vocabulary() -> None:
     logits = random(1, 3001) * 3
     assert kept_tokens(token_filter, logits, PARAMS[9:10], 3001) == wanted_tokens(logits, PARAMS[9:10], 3001)
 
 
+@pytest.mark.nightly
 def test_bfloat16_and_infinities(small_chunks: None) -> None:
     logits = (random(2, 60) * 2).bfloat16()
     logits[0, 40:] = -torch.inf
@@ -139,6 +141,7 @@ def test_all_logits_equal(small_chunks: None) -> None:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [
