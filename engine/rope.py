@@ -100,7 +100,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     if rope.kind == "llama3":
         return _llama3(inv_freq, parameters), 1.0
     if rope.kind == "yarn":
-        return _yarn(rope.theta, exponents, head_dim, parameters)
+        return _yarn(rope.theta, exponents, rotated, parameters)
     return inv_freq, 1.0
 
 
@@ -116,18 +116,18 @@ def _llama3(inv_freq: Tensor, parameters: Mapping[str, float]) -> Tensor:
     return torch.where(between, smooth, scaled)
 
 
-def _yarn(theta: float, exponents: Tensor, head_dim: int, parameters: Mapping[str, float]) -> tuple[Tensor, float]:
+def _yarn(theta: float, exponents: Tensor, rotated: int, parameters: Mapping[str, float]) -> tuple[Tensor, float]:
     """YaRN (arXiv 2309.00071): interpolate the slow dimensions, keep the fast ones, scale cos and sin."""
     factor, original = parameters["factor"], parameters["original_max_position_embeddings"]
 
     def dimension(rotations: float) -> float:
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return rotated * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(parameters.get("beta_fast") or 32), dimension(parameters.get("beta_slow") or 1)
     if parameters.get("truncate", 1.0):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+    low, high = max(low, 0), min(high, rotated - 1)
+    ramp = (torch.arange(rotated // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
     keep = 1 - ramp.clamp(0, 1)
     frequencies = theta**exponents
     inv_freq = 1.0 / (factor * frequencies) * (1 - keep) + 1.0 / frequencies * keep

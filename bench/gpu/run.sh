@@ -18,7 +18,7 @@ for wheel in "$root"/bench/gpu/wheels/*.whl; do
 done
 export PYTHONPATH=$root:$out/wheels
 cd "$out"
-rm -f -- *.csv failed.txt
+rm -f -- checks.csv timings.csv model.csv table.txt failed.txt
 status=0
 # Each part is a process with a limit of its own: what one breaks, the others do not miss.
 for part in checks:90 timings:150 model:90; do

@@ -31,9 +31,11 @@ def load_transformers_model(config: TransformersConfig, kernels: ModelKernels) -
     if kernels.quantization is not None:
         raise ModelError(f"quantization = {kernels.quantization} is not supported with model_impl = transformers")
     check_available()
-    model = TransformersModel(config, kernels, _load_module(config))
+    module = _load_module(config)
     try:
-        _prove(model)
+        expected = _own_logits(config, module)  # before its linears are replaced
+        model = TransformersModel(config, kernels, module)
+        _prove(model, expected)
     except NotServable as error:
         raise ModelError(f"{config.path}: model_impl = transformers: {config.architecture}: {error}") from error
     except Exception as error:  # whatever its code does with the layers in its linears' place
@@ -64,6 +66,8 @@ def check_available() -> None:
 def _load_module(config: TransformersConfig) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
+    if (adapter := config.path / "adapter_config.json").exists():  # transformers would load it by itself
+        raise ModelError(f"{adapter}: model_impl = transformers serves no adapters")
     AttentionInterface.register(ATTENTION, attend)
     # Experts as products of a fixed shape for each token: the other ways pick their kernels by how many rows they have.
     cls: Any = getattr(transformers, config.architecture)
@@ -93,14 +97,27 @@ def _load_module(config: TransformersConfig) -> Any:
     return module
 
 
+def _prompt(config: TransformersConfig, seed: int) -> Tensor:
+    return torch.randint(
+        0, config.vocab_size, (min(21, config.max_position),), generator=torch.Generator().manual_seed(seed)
+    )
+
+
 @torch.inference_mode()
-def _prove(model: TransformersModel) -> None:
+def _own_logits(config: TransformersConfig, module: Any) -> Tensor:
+    """Of the first prompt, as transformers computes them."""
+    module.set_attn_implementation("eager")
+    logits: Tensor = module(input_ids=_prompt(config, 1)[None], use_cache=False).logits[0].float()
+    module.set_attn_implementation(ATTENTION)
+    return logits
+
+
+@torch.inference_mode()
+def _prove(model: TransformersModel, expected: Tensor) -> None:
     """Raises NotServable; sets `varying`."""
     config = model.config
-    length = min(21, config.max_position)
-    first, second = (
-        torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)
-    )
+    first, second = (_prompt(config, seed) for seed in (1, 2))
+    length = len(first)
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, config.dtype)
     memory = KvMemory(layout, _NUM_BLOCKS)
     blocks = list(range(_NUM_BLOCKS))
@@ -109,14 +126,11 @@ def _prove(model: TransformersModel) -> None:
     _logits(model, memory, [(second[: length - 2], 0, blocks[8:16]), (first[:half], 0, blocks[16:24])])
     rest = _logits(model, memory, [(second[-2:], length - 2, blocks[8:16]), (first[half:], half, blocks[16:24])])
     memory.close()
-    module = model.module
-    module.set_attn_implementation("eager")
-    expected = module(input_ids=first[None], use_cache=False).logits[0].float()
-    module.set_attn_implementation(ATTENTION)
     tolerance = _TOLERANCE[config.dtype]
+    # In bfloat16 a mixture of experts may send a row elsewhere, for a rounding.
+    share = 0.5 if model.module._can_set_experts_implementation() else 0.9
     for found, wanted in ((alone, expected), (rest[2:], expected[half:])):
-        # The median: in bfloat16 a mixture of experts may send a row elsewhere, for a rounding.
-        error = float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
+        error = float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).quantile(share))
         if not error <= tolerance:
             raise NotServable(
                 f"through the paged cache its logits are {error:.2g} of their norm away from transformers' own, more "

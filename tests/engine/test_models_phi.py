@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.longrope import read_phi_rope
 from engine.lora.checkpoint import modules_of, read_adapter
 from engine.model_config import ModelError, load_model_config
+from engine.rope import RopeConfig, inverse_frequencies
 from tests.engine.model_harness import KERNELS, TinyModel, hugging_face, hugging_face_logits, random_prompt
 from tests.engine.test_models import LONGROPE
 from tests.tiny_adapters import make_adapter
@@ -69,6 +71,16 @@ def test_what_can_not_be_served(tiny_model: Tiny, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=message) as caught:
             load_model_config(tmp_path)
         assert "config.json" in str(caught.value)
+
+
+def test_frequencies_are_those_of_the_rotated_part() -> None:
+    values = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+    whole = RopeConfig.read(values)
+    part = read_phi_rope(values | {"partial_rotary_factor": 0.5}, head_dim=64, max_position=512, longest=512)
+    assert part.rotary_dim == 32
+    found, wanted = inverse_frequencies(part, 64), inverse_frequencies(whole, 32)
+    assert torch.equal(found[0], wanted[0])
+    assert found[1] == wanted[1]
 
 
 def test_partial_rotation_is_phis_alone(tiny_model: Tiny) -> None:

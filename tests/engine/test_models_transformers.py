@@ -1,6 +1,7 @@
 """Hugging Face's module over the paged cache: its own tokens, the same bits on every path, and what is refused."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -209,9 +210,10 @@ REFUSED_ATTENTION: list[tuple[str, dict[str, Any], str]] = [
             "num_experts_per_tok": 2,
             "n_group": 1,
             "topk_group": 1,
+            "num_key_value_heads": 4,
         }
         | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 32},
-        r"layer 0 has queries .* and values \[1, 4, 16, 16\]; config.json says 4 heads, 2 kv heads",
+        r"layer 0 has queries .* and values \[1, 4, 16, 16\]; config.json says 4 heads, 4 kv heads",
     ),
 ]
 
@@ -259,6 +261,13 @@ def test_weights_that_are_missing_are_not_made_up(tiny_model: Tiny, tmp_path: Pa
     save_file({"transformer.wte.weight": torch.zeros(300, 64)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"missing tensors for GPT2LMHeadModel: transformer\.h\.0\."):
         TinyModel(tmp_path, model_impl="transformers")
+
+
+def test_an_adapter_in_the_directory_is_not_taken_along(tiny_model: Tiny, tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_model("gpt2", seed=1), tmp_path / "model")
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"adapter_config\.json: model_impl = transformers serves no adapters"):
+        TinyModel(path, model_impl="transformers")
 
 
 def test_tiles_keep_what_each_token_sees() -> None:

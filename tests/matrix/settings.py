@@ -10,6 +10,8 @@ from pagewire.sampling import SamplingParams, StructuredOutput
 
 NUM_TOKENS = 18
 ADAPTER = "tuned"
+MODEL, ADAPTER_DIR, GPTQ_DIR = "<model>", "<adapter>", "<gptq>"
+"""Stand for paths in options."""
 _MOTIFS = ((31, 57, 90), (120, 44, 120, 71), (200, 33, 81, 64, 9))
 PROMPTS = {f"prompt {i}": [*motif] * (21 // len(motif)) for i, motif in enumerate(_MOTIFS)}
 """They repeat themselves, so that prompt lookup has guesses; five blocks and a rest each."""
@@ -19,6 +21,8 @@ PLAIN: Mapping[str, Any] = {
     "max_num_batched_tokens": 256,
     "max_num_seqs": 8,
 }
+
+_DRAFTS: dict[str, Any] = {"num_speculative_tokens": 3, "least_acceptance": 0}
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,13 @@ SETTINGS: dict[str, Setting] = {
     "preemption": Setting({"num_blocks": 22, "max_model_len": 48}, has_effect="preemptions"),
     "migration": Setting(),
     "n-gram speculation": Setting(
-        {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
-                                          "least_acceptance": 0})},
-        has_effect="drafts",
+        {"speculative_config": json.dumps(_DRAFTS | {"prompt_lookup_min": 1})}, has_effect="drafts"
     ),
-    "LoRA": Setting({"enable_lora": True}, changes_output=True),
+    "draft model": Setting({"speculative_config": json.dumps(_DRAFTS | {"model": MODEL})}, has_effect="drafts"),
+    "LoRA": Setting({"enable_lora": True, "lora_modules": (f"{ADAPTER}={ADAPTER_DIR}",)}, changes_output=True),
     "int8": Setting({"quantization": "int8"}, changes_output=True),
     "w8a8": Setting({"quantization": "w8a8"}, changes_output=True),
+    "GPTQ": Setting({"model": GPTQ_DIR}, changes_output=True),
     "structured output": Setting(
         sampling={"structured_output": StructuredOutput("regex", "([a-z]{2,4}-[0-9]{1,3};){4,8}"), "ignore_eos": False},
         changes_output=True,
@@ -59,11 +63,16 @@ SETTINGS: dict[str, Setting] = {
 }  # fmt: skip
 
 REFUSED: dict[frozenset[str], str] = {
-    frozenset({"int8", "w8a8"}): "weights have one form at a time (`--quantization`)",
+    frozenset({"n-gram speculation", "draft model"}): "guesses come from one method at a time",
+    frozenset({"int8", "w8a8"}): "weights have one form at a time",
+    frozenset({"int8", "GPTQ"}): "weights have one form at a time",
+    frozenset({"w8a8", "GPTQ"}): "weights have one form at a time",
 }
 """Pairs that cannot be, and why."""
 
 NOTES: dict[frozenset[str], str] = {
+    frozenset({"draft model", "structured output"}): "such a request gets no drafts, others in the batch do",
+    frozenset({"draft model", "n > 1"}): "no drafts before the choices have parted",
     frozenset({"n-gram speculation", "structured output"}): "such a request gets no drafts, others in the batch do",
     frozenset({"n-gram speculation", "n > 1"}): "no drafts before the choices have parted",
     frozenset(
