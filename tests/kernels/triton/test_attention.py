@@ -121,6 +121,7 @@ TILE_BUGS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("old", "new"), TILE_BUGS)
 def test_a_bug_in_the_tile_goes_red(old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = mutant(attention_tile, old, new, tmp_path)
@@ -132,6 +133,7 @@ def test_a_bug_in_the_tile_goes_red(old: str, new: str, tmp_path: Path, monkeypa
         assert is_close(decode, decode.decode()) and is_close(prefill, prefill.prefill())  # noqa: PT018
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -148,6 +150,7 @@ def test_a_bug_in_decode_goes_red(old: str, new: str, tmp_path: Path, monkeypatc
     assert not is_close(inputs, inputs.decode())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

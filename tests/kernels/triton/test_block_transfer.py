@@ -42,6 +42,7 @@ def test_gather_and_scatter(ids: list[int], num_layers: int) -> None:
     check(block_transfer, pool(num_layers=num_layers), ids)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

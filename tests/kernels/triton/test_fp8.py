@@ -70,6 +70,7 @@ def test_every_byte_is_torchs(dtype: torch.dtype, native: bool) -> None:
     assert native or found[~number].isnan().all()  # the interpreter's own conversion gives a number
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -40,6 +40,7 @@ def test_far_from_zero(op: str) -> None:
     assert_close(out, gate.double().clamp(min=0), roundings=2.0, scale=gate.double().abs() + 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("op", "old", "new"),
     [

@@ -83,6 +83,7 @@ def test_head_sizes() -> None:
         check(kv_write, Step.make(3, 2, 1, head_dim, torch.float32))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

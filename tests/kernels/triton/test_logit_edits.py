@@ -53,6 +53,7 @@ def test_the_cpus_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(edited(logit_edits, logits, rows()), expected(logits, rows()))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

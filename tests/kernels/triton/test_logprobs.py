@@ -56,6 +56,7 @@ def test_bfloat16_and_infinities() -> None:
     check(logprobs, logits, [0, 1], [3, 5], 3, 9001)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -39,6 +39,7 @@ def test_domain_is_the_engines() -> None:
     assert philox.DOMAIN_TOKEN == cpu.DOMAIN_TOKEN
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -37,6 +37,7 @@ def test_float64(unit_offset: bool, dtype: str) -> None:
         check(rms_norm, size, DTYPES[dtype], unit_offset=unit_offset)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

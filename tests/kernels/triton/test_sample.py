@@ -76,6 +76,7 @@ def test_bfloat16_logits() -> None:
     assert draw(sample, logits, wanted, 300) == expected(logits.float(), wanted, 300)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [
