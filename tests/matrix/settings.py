@@ -11,7 +11,7 @@ from pagewire.sampling import SamplingParams, StructuredOutput
 NUM_TOKENS = 18
 ADAPTER = "tuned"
 MODEL, ADAPTER_DIR, GPTQ_DIR = "<model>", "<adapter>", "<gptq>"
-"""Stand for paths in options."""
+"""Stand for paths."""
 _MOTIFS = ((31, 57, 90), (120, 44, 120, 71), (200, 33, 81, 64, 9))
 PROMPTS = {f"prompt {i}": [*motif] * (21 // len(motif)) for i, motif in enumerate(_MOTIFS)}
 """They repeat themselves, so that prompt lookup has guesses; five blocks and a rest each."""
@@ -29,14 +29,16 @@ _DRAFTS: dict[str, Any] = {"num_speculative_tokens": 3, "least_acceptance": 0}
 class Setting:
     """One thing to switch on.
 
-    `options` are the engine's, `sampling` a request's. `changes_output`: what it gives is compared with itself, alone,
-    and not with the plain path. `has_effect` names what must be seen to happen in one process.
+    `options` are the engine's, `sampling` a request's, `model` the model served. `changes_output`: what it gives is
+    compared with itself, alone, and not with the plain path. `has_effect` names what must be seen to happen in one
+    process.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     changes_output: bool = False
     has_effect: str = ""
+    model: str = MODEL
 
 
 SETTINGS: dict[str, Setting] = {
@@ -52,7 +54,7 @@ SETTINGS: dict[str, Setting] = {
     "LoRA": Setting({"enable_lora": True, "lora_modules": (f"{ADAPTER}={ADAPTER_DIR}",)}, changes_output=True),
     "int8": Setting({"quantization": "int8"}, changes_output=True),
     "w8a8": Setting({"quantization": "w8a8"}, changes_output=True),
-    "GPTQ": Setting({"model": GPTQ_DIR}, changes_output=True),
+    "GPTQ": Setting(model=GPTQ_DIR, changes_output=True),
     "structured output": Setting(
         sampling={"structured_output": StructuredOutput("regex", "([a-z]{2,4}-[0-9]{1,3};){4,8}"), "ignore_eos": False},
         changes_output=True,
@@ -96,6 +98,11 @@ class Pair:
 
     def has(self, name: str) -> bool:
         return name in (self.one, self.other)
+
+    @property
+    def model(self) -> str:
+        """The one that isn't the usual, if there is one."""
+        return next((setting.model for setting in self.settings if setting.model != MODEL), MODEL)
 
     @property
     def adapter(self) -> str:

@@ -17,7 +17,7 @@ from engine.model_config import ModelError
 from engine.request import StepOutput
 from router.request import GenerateCall, TokenPrompt
 from tests.decode_svc.harness import make_engine, until
-from tests.matrix.settings import ADAPTER_DIR, GPTQ_DIR, MODEL, PLAIN, PROMPTS, REFUSED, SETTINGS, Pair, table
+from tests.matrix.settings import ADAPTER_DIR, GPTQ_DIR, MODEL, PROMPTS, REFUSED, SETTINGS, Pair, table
 from tests.matrix.system import Result, in_one_process, system
 from tests.quantized_checkpoints import gptq, quantized_copy
 from tests.tiny_adapters import make_adapter
@@ -59,14 +59,14 @@ def fill(paths: dict[str, Path]) -> Fill:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, fill: Fill) -> Expected:
+def expected(paths: dict[str, Path], fill: Fill) -> Expected:
     """Each prompt alone, with nothing on that is not meant to change the output; computed once."""
     known: dict[str, dict[str, Result]] = {}
 
     def find(pair: Pair) -> dict[str, Result]:
-        what = repr((pair.plain_options, pair.sampling, pair.adapter))
+        what = repr((pair.model, pair.plain_options, pair.sampling, pair.adapter))
         if what not in known:
-            engine = make_engine(model, **fill(pair.plain_options))
+            engine = make_engine(paths[pair.model], **fill(pair.plain_options))
             known[what] = {}
             for name, prompt in PROMPTS.items():
                 known[what] |= in_one_process(engine, {name: (prompt, pair.sampling)}, adapter=pair.adapter)
@@ -77,9 +77,9 @@ def expected(model: Path, fill: Fill) -> Expected:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_in_one_process(model: Path, fill: Fill, expected: Expected, pair: Pair) -> None:
+def test_in_one_process(paths: dict[str, Path], fill: Fill, expected: Expected, pair: Pair) -> None:
     """Twice: the second time there is a prefix to hit or to load."""
-    engine, seen = make_engine(model, **fill(pair.options)), Counter[str]()
+    engine, seen = make_engine(paths[pair.model], **fill(pair.options)), Counter[str]()
 
     def watch(step: StepOutput) -> None:
         seen["hits"] += sum(num_tokens for _, num_tokens in step.cached)
@@ -116,10 +116,10 @@ def prevented(pair: Pair, effect: str) -> bool:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-async def test_through_services(model: Path, fill: Fill, expected: Expected, pair: Pair) -> None:
+async def test_through_services(paths: dict[str, Path], fill: Fill, expected: Expected, pair: Pair) -> None:
     migrates = pair.has("migration")
     options = fill(pair.options)
-    async with system(model, num_prefill=1, num_decode=2 if migrates else 1, **options) as running:
+    async with system(paths[pair.model], num_prefill=1, num_decode=2 if migrates else 1, **options) as running:
         for _ in range(2):
             calls = [
                 GenerateCall(TokenPrompt(tuple(prompt)), pair.sampling, adapter=pair.adapter)
@@ -139,14 +139,15 @@ async def test_through_services(model: Path, fill: Fill, expected: Expected, pai
         assert bool(running.num_migrations) == migrates
 
 
-def test_what_cannot_be_together_is_refused(model: Path, fill: Fill) -> None:
+def test_what_cannot_be_together_is_refused(paths: dict[str, Path], fill: Fill) -> None:
     """By name, or one option holds both, so that there is no way to ask for them."""
-    for pair in REFUSED:
-        one, other = (SETTINGS[name].options for name in sorted(pair))
+    for pair in map(sorted, REFUSED):
+        one, other = (SETTINGS[name].options for name in pair)
         if one.keys() & other.keys():
             continue
+        asked = Pair(*pair)
         with pytest.raises(ModelError, match=r"quantization = (int8|w8a8): the checkpoint is quantized already \(gptq"):
-            make_engine(model, **fill({**PLAIN, **one, **other}))
+            make_engine(paths[asked.model], **fill(asked.options))
 
 
 def test_the_documentation_has_this_table() -> None:
