@@ -78,9 +78,10 @@ async def test_a_slow_load_holds_up_no_transfer_and_is_told_also_when_nobody_wai
         own = admin_pb2_grpc.AdminServiceStub(workers["p0"].channel)
         with monkeypatch.context() as patch:
             patch.setattr(AdapterStore, "load", slow)
-            loads = [asyncio.ensure_future(load(own, "same", i + 1, f"a{i}")) for i in range(6)]
+            loads = [asyncio.ensure_future(load(own, "same", 1, "a0"))]
             try:
                 await until(arrived.is_set)
+                loads += [asyncio.ensure_future(load(own, "same", i + 1, f"a{i}")) for i in range(1, 6)]
                 assert await asyncio.wait_for(host.in_thread(lambda: 7), WAIT) == 7
                 changed = asyncio.ensure_future(worker.wait_for_change())
                 loads[0].cancel()
