@@ -152,6 +152,7 @@ async def test_a_handle_used_twice_ends_the_session(model):
         with pytest.raises(grpc.aio.AioRpcError, match=r"start\.handle") as error:
             await session.read()
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        session.close()
         gate.open()
 
 
