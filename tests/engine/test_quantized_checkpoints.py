@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
+from engine.errors import EngineError
 from engine.kernel_set import load_kernel_set
 from engine.model_config import ModelError, load_model_config
 from engine.models.registry import load_model
@@ -192,6 +193,25 @@ def test_tokens_of_other_conventions_are_foreign(broken: Path, cache: Path) -> N
         roots |= {engine.root, engine.numerics_class}
         engine.close()
     assert len(roots) == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "tensor"), [("symmetric", True, "weight_zero_point"), ("actorder", None, "weight_g_idx")]
+)
+def test_tensors_that_the_config_denies_are_refused(
+    make: Make, tmp_path: Path, cache: Path, field: str, value: object, tensor: str
+) -> None:
+    """Without them the weights would be wrong; the packed file of the right config is not found either."""
+    path = shutil.copytree(make(RECIPES["w4a16 with zero points, act-order"])[0], tmp_path / "denied")
+    engine = Engine(options(path, kernels=KERNELS[-1]))
+    assert "+w4a16g32zpactorder/" in engine.numerics_class
+    engine.close()
+    groups = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"][field] = value
+    edit(path, config_groups=groups)
+    for kernels in KERNELS:
+        with pytest.raises(EngineError, match=rf"q_proj: tensor {tensor} is there although quantization_config"):
+            Engine(options(path, kernels=kernels))
 
 
 GPTQ_FIELDS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
