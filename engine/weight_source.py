@@ -40,6 +40,10 @@ class Projection:
         """[num_outs[i]] each, or none. Raises ModelError."""
         return self._apart([weights.take(name, shape) for name, shape in self._bias_shapes().items()])
 
+    def is_quantized(self, weights: Weights) -> bool:
+        """Whether the checkpoint has it quantized; all or none of it is."""
+        return any(weights.is_quantized(name) for name, _ in self._stored())
+
     def expect(self, weights: Weights) -> None:
         """Count the tensors as taken, without reading them. Raises ModelError as taking them would."""
         for name, shape in self._shapes().items():

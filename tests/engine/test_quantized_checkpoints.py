@@ -184,6 +184,22 @@ def test_packed_weights_stay_small(make: Make, cache: Path) -> None:
     assert sizes[0] == sizes[1] * (4 + 2 * 32 / 128) / 16
 
 
+@NATIVE
+def test_fused_projections_are_mapped(make: Make, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Phi-3 stores q, k and v, and gate and up, in one quantized tensor each."""
+    path, _ = make(RECIPES["gptq"], "phi3")
+    run = TinyModel(path, kernels="native", max_tokens=40, num_sequences=3)
+    expected, inodes = run.logits(random_prompt(9, seed=1)), set()
+    for _ in range(2):  # written, then mapped
+        digest = weights_digest(path, cache_dir=cache)
+        run.model = load_model(run.config, load_kernel_set("native"), cache_dir=cache, digest=digest)
+        assert torch.equal(run.logits(random_prompt(9, seed=1)), expected)
+        inodes |= {file.stat().st_ino for file in (cache / "packed").iterdir() if file.suffix != ".lock"}
+    assert len(inodes) == 1
+    assert "packed again" not in caplog.text
+    assert "can't be shared" not in caplog.text
+
+
 def test_tokens_of_other_conventions_are_foreign(broken: Path, cache: Path) -> None:
     """Equal tensors mean other weights when the config says so: the block keys differ."""
     roots = set()
