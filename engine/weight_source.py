@@ -119,15 +119,16 @@ class DirectSource:
 
 
 class NotedSource:
-    """Another source, and what was packed from it."""
+    """Another source, and what was packed from it, with its size."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
-        self.projections: list[Projection] = []
+        self.packed_bytes: dict[Projection, int] = {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._source.take(name, shape)
 
     def pack(self, projection: Projection) -> Any:
-        self.projections.append(projection)
-        return self._source.pack(projection)
+        weight = self._source.pack(projection)
+        self.packed_bytes[projection] = weight.nbytes
+        return weight

@@ -49,7 +49,7 @@ def load_model(
             if quantization is None:
                 raise
             raise ModelError(f"{config.path}: quantization = {quantization}: {error}") from error
-        model.projections = tuple(noted.projections)
+        model.packed_bytes = noted.packed_bytes
         return model
 
     if config.quantization is not None and kernels.quantization is not None:
