@@ -60,21 +60,21 @@ def product(x: Tensor, weight: GroupedMatrix) -> tuple[Tensor, Tensor]:
     return x.double() @ wide.T, magnitude * (UNIT[torch.float32] * (float(x.shape[1]) ** 0.5 + 10)) + 1e-30
 
 
-def test_no_rows_have_no_result() -> None:
+def test_no_rows_have_no_result(native: NativeKernels) -> None:
     """Of every kind of weight; it used to end the process."""
     x = torch.empty(0, 64)
     quantizations: tuple[Quantization | None, ...] = (None, "int8", "w8a8")
     for quantization in quantizations:
-        kernels_ = NativeKernels(kernels.cpu.load(), quantization)
+        native = NativeKernels(kernels.cpu.load(), quantization)
         dense, grouped = normal(48, 64, dtype=torch.float32, seed=1), matrix("int4", 48, 64, 32, seed=1, order=True)
         for weight, gated in (
-            (kernels_.pack(dense), kernels_.pack(dense, dense, gated=True)),
-            (pack(kernels_, grouped, dtype=x.dtype), pack(kernels_, grouped, grouped, dtype=x.dtype, gated=True)),
+            (native.pack(dense), native.pack(dense, dense, gated=True)),
+            (pack(native, grouped, dtype=x.dtype), pack(native, grouped, grouped, dtype=x.dtype, gated=True)),
         ):
-            assert kernels_.linear(x, weight, residual=torch.empty(0, 48)).shape == (0, 48)
-            assert kernels_.logits(x, weight).shape == (0, 48)
-            assert kernels_.gated_linear(x, gated, "silu").shape == (0, 48)
-        assert kernels_.router_logits(x, dense).shape == (0, 48)
+            assert native.linear(x, weight, residual=torch.empty(0, 48)).shape == (0, 48)
+            assert native.logits(x, weight).shape == (0, 48)
+            assert native.gated_linear(x, gated, "silu").shape == (0, 48)
+        assert native.router_logits(x, dense).shape == (0, 48)
 
 
 def test_agrees_with_the_dequantized_weight(native: NativeKernels) -> None:
