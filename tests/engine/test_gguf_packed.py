@@ -1,6 +1,8 @@
 """GGUF files served as they are: Q4_0 and Q8_0 stay packed, number by number; all else is what converting gives."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 
 from engine.gguf import ConvertError, convert_gguf, packed_directory
 from engine.gguf_blocks import kinds
+from engine.gguf_description import described_directory
 from engine.model_config import load_model_config
 from engine.weights import map_weights
 from kernels import cpu
@@ -99,3 +102,19 @@ def test_a_file_is_prepared_once_for_each_content(tmp_path: Path) -> None:
     assert packed_directory(file, dtype="float32") != path
     with pytest.raises(ConvertError, match=r"nowhere.gguf: No such file"):
         packed_directory(tmp_path / "nowhere.gguf", dtype="auto")
+
+
+def test_earlier_contents_of_a_file_are_deleted(tmp_path: Path) -> None:
+    """For every purpose; other files' directories stay, of the same name too."""
+    _, file = write_gguf("llama", tmp_path, quantization=Q8_0, num_hidden_layers=1)
+    other = tmp_path / "other" / file.name
+    other.parent.mkdir()
+    shutil.copy(file, other)
+    kept = packed_directory(other, dtype="auto")
+    old = [packed_directory(file, dtype="auto"), packed_directory(file, dtype="float32"), described_directory(file)]
+    assert all(each.is_dir() for each in old)
+    half_deleted = old[0].with_name(f".{old[0].name}.old")
+    shutil.copytree(old[0], half_deleted)
+    os.utime(file, ns=(1, 1))
+    new = {described_directory(file), packed_directory(file, dtype="auto")}
+    assert set(kept.parent.iterdir()) == {kept, *new}
