@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
+from engine import gguf_weights
 from engine.gguf import ConvertError, convert_gguf, packed_directory
 from engine.gguf_blocks import kinds
 from engine.gguf_description import described_directory
@@ -81,6 +83,22 @@ def test_four_bits_among_eight_are_the_same_numbers(tmp_path: Path) -> None:
         assert isinstance(found, GroupedMatrix)
         assert found.kind == "int8"
         assert torch.equal(found.dequantized(), expanded[f"model.{name}.weight"])
+
+
+@pytest.mark.parametrize("kinds_of", [{}, {".attn_v.": Q8_0}], ids=["four bits", "and eight"])
+def test_large_matrices_go_by_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds_of: dict[str, GGMLQuantizationType]
+) -> None:
+    """Rows that change places too: the file is the same."""
+    _, file = write_gguf("llama", tmp_path, quantization=Q4_0, kinds=kinds_of, num_hidden_layers=1)
+    path = packed_directory(file, dtype="float32")
+    whole = (path / "model.safetensors").read_bytes()
+    shutil.rmtree(path)
+    monkeypatch.setattr(gguf_weights, "_PIECE_ELEMENTS", 5 * 64)
+    done = [0]
+    packed_directory(file, dtype="float32", progress=lambda stage, at, total: done.append(at * (stage == "weights")))
+    assert (path / "model.safetensors").read_bytes() == whole
+    assert max(end - start for start, end in pairwise(done)) <= 4 * 5 * 64
 
 
 def test_other_types_are_expanded(tmp_path: Path) -> None:
