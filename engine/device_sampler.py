@@ -7,6 +7,7 @@ which nothing could be drawn is fetched and given to the CPU's sampler, which sa
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -40,7 +41,8 @@ class DeviceSampler:
         tokens = []
         for row, token_id in zip(rows, token_ids, strict=True):
             if token_id < 0:
-                tokens += self._host.sample(logits, [row])
+                alone = logits[row.logits_row : row.logits_row + 1]
+                tokens += self._host.sample(alone, [replace(row, logits_row=0)])
             elif row.params.logprobs is None:
                 tokens.append(SampledToken(token_id))
             else:

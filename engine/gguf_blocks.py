@@ -41,20 +41,24 @@ def _sets(names: Iterable[str]) -> list[list[str]]:
     return list(sets.values())
 
 
-def split(data: NDArray[np.uint8], stored: GGMLQuantizationType, kind: Kind) -> tuple[NDArray[np.generic], ...]:
-    """Numbers and scales of blocks uint8 [rows, bytes].
+def scales(data: NDArray[np.uint8], stored: GGMLQuantizationType) -> NDArray[np.float16]:
+    """Those of blocks uint8 [rows, bytes] -> [rows, K / 32]."""
+    return np.ascontiguousarray(_blocks(data, stored)[..., :_SCALE_BYTES]).view(np.float16)[..., 0]
 
-    -> (uint8 [rows, K / 2] for "int4" or int8 [rows, K], float16 [rows, K / 32]).
-    """
+
+def numbers(data: NDArray[np.uint8], stored: GGMLQuantizationType, kind: Kind) -> NDArray[np.generic]:
+    """Those of blocks uint8 [rows, bytes] -> uint8 [rows, K / 2] for "int4" or int8 [rows, K]."""
     rows = len(data)
-    block_bytes = _SCALE_BYTES + (16 if stored == GGMLQuantizationType.Q4_0 else 32)
-    blocks = np.ascontiguousarray(data).reshape(rows, -1, block_bytes)
-    scales = np.ascontiguousarray(blocks[..., :_SCALE_BYTES]).view(np.float16)[..., 0]
-    codes = blocks[..., _SCALE_BYTES:]
+    codes = _blocks(data, stored)[..., _SCALE_BYTES:]
     if stored == GGMLQuantizationType.Q8_0:
-        return np.ascontiguousarray(codes).view(np.int8).reshape(rows, -1), scales
+        return np.ascontiguousarray(codes).view(np.int8).reshape(rows, -1)
     codes = np.concatenate((codes & 15, codes >> 4), axis=2).reshape(rows, -1)  # the first 16, then the others
     if kind == "int8":
-        return codes.astype(np.int8) - np.int8(8), scales
-    numbers = codes ^ 8  # code - 8 in four bits
-    return numbers[:, 0::2] | numbers[:, 1::2] << 4, scales
+        return codes.astype(np.int8) - np.int8(8)
+    packed = codes ^ 8  # code - 8 in four bits
+    return packed[:, 0::2] | packed[:, 1::2] << 4
+
+
+def _blocks(data: NDArray[np.uint8], stored: GGMLQuantizationType) -> NDArray[np.uint8]:
+    block_bytes = _SCALE_BYTES + (16 if stored == GGMLQuantizationType.Q4_0 else 32)
+    return np.ascontiguousarray(data).reshape(len(data), -1, block_bytes)

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, dequantize
 from gguf.gguf_reader import ReaderTensor
 from numpy.typing import NDArray
 
-from engine.gguf_blocks import Kind, kinds, split
+from engine.gguf_blocks import Kind, kinds, numbers, scales
 from engine.gguf_reader import GgufFile
 
 SAFETENSORS_TYPES = {"bfloat16": "BF16", "float32": "F32"}
@@ -121,15 +121,18 @@ def _packed(target: _Target, kind: Kind) -> tuple[_Entry, _Entry]:
     rows, columns = target.shape
     module = target.name.removesuffix(".weight")
     width = columns // 2 if kind == "int4" else columns
+    stored = GGMLQuantizationType(target.source.tensor_type)
 
-    def part(index: int) -> Iterator[NDArray[Any]]:
-        data = target.source.data if target.row_order is None else target.source.data[target.row_order]
-        yield split(data, GGMLQuantizationType(target.source.tensor_type), kind)[index]
+    def all_numbers() -> Iterator[NDArray[Any]]:
+        return (numbers(data, stored, kind) for data in _stored_pieces(target))
+
+    def all_scales() -> Iterator[NDArray[Any]]:
+        return (scales(data, stored) for data in _stored_pieces(target))
 
     number_type = "U8" if kind == "int4" else "I8"
     return (
-        _Entry(f"{module}.numbers", number_type, (rows, width), rows * width, lambda: part(0)),
-        _Entry(f"{module}.scales", "F16", (rows, columns // 32), rows * columns // 32 * 2, lambda: part(1)),
+        _Entry(f"{module}.numbers", number_type, (rows, width), rows * width, all_numbers),
+        _Entry(f"{module}.scales", "F16", (rows, columns // 32), rows * columns // 32 * 2, all_scales),
     )
 
 
@@ -209,18 +212,24 @@ def _row_order(file: GgufFile, name: str, config: dict[str, Any]) -> NDArray[np.
 
 def _pieces(file: GgufFile, target: _Target) -> Iterator[NDArray[np.float32]]:
     """Dequantized values of a tensor, some rows at a time."""
+    for data in _stored_pieces(target):
+        try:
+            values = dequantize(data, GGMLQuantizationType(target.source.tensor_type))
+        except NotImplementedError as error:
+            kind = target.source.tensor_type.name
+            raise file.error(target.source.name, f"quantization {kind} can't be dequantized") from error
+        yield values + np.float32(target.offset) if target.offset else values
+
+
+def _stored_pieces(target: _Target) -> Iterator[NDArray[Any]]:
+    """A tensor's data as it is stored, some rows at a time, in the order they go to."""
     data = target.source.data if len(target.shape) > 1 else target.source.data.reshape(target.shape[0], -1)
     rows_at_once = max(1, _PIECE_ELEMENTS // int(np.prod(target.shape[1:])))
     for start in range(0, len(data), rows_at_once):
         rows: slice | NDArray[np.int64] = slice(start, start + rows_at_once)
         if target.row_order is not None:
             rows = target.row_order[start : start + rows_at_once]
-        try:
-            values = dequantize(data[rows], GGMLQuantizationType(target.source.tensor_type))
-        except NotImplementedError as error:
-            kind = target.source.tensor_type.name
-            raise file.error(target.source.name, f"quantization {kind} can't be dequantized") from error
-        yield values + np.float32(target.offset) if target.offset else values
+        yield data[rows]
 
 
 def _write(out: BinaryIO, values: NDArray[Any], dtype: str) -> int:

@@ -142,7 +142,7 @@ class _FileSource:
 
     def pack(self, projection: Projection) -> NativeWeight:
         projection.expect(self._weights)
-        if self._weights.is_quantized(projection.names[0]):
+        if projection.is_quantized(self._weights):
             return read_groups(self._file, _section(projection), projection, self._dtype)
         stored = _stored(self._kernels, self._dtype)
         data = self._file.tensor(_section(projection), _data_bytes(projection, stored))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -51,12 +52,18 @@ class KernelSet(Protocol):
 class PlainWeight:
     """Matrices over the same input, as they are stored; no biases or one for each.
 
-    Of int8 weights, `integers` are the numbers and scales of each; `matrices` then what they stand for.
+    For w8a8, `integers` are the numbers and scales of each; `matrices` then what they stand for.
     """
 
     matrices: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
     integers: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of what a product reads."""
+        parts = chain.from_iterable(self.integers) if self.integers else self.matrices
+        return sum(part.nbytes for part in (*parts, *self.biases))
 
 
 class PlainKernels:
@@ -85,7 +92,7 @@ class PlainKernels:
             return PlainWeight(weights, tuple(biases))
         integers = tuple(int8.quantize_weight(weight) for weight in weights)
         matrices = tuple(int8.dequantize(q, scales).to(weights[0].dtype) for q, scales in integers)
-        return PlainWeight(matrices, tuple(biases), integers)
+        return PlainWeight(matrices, tuple(biases), integers if self.quantization == "w8a8" else ())
 
     def pack_groups(
         self, *weights: GroupedMatrix, dtype: torch.dtype, biases: Sequence[Tensor] = (), gated: bool = False

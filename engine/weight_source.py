@@ -40,6 +40,10 @@ class Projection:
         """[num_outs[i]] each, or none. Raises ModelError."""
         return self._apart([weights.take(name, shape) for name, shape in self._bias_shapes().items()])
 
+    def is_quantized(self, weights: Weights) -> bool:
+        """Whether the checkpoint has it quantized; all or none of it is."""
+        return any(weights.is_quantized(name) for name, _ in self._stored())
+
     def expect(self, weights: Weights) -> None:
         """Count the tensors as taken, without reading them. Raises ModelError as taking them would."""
         for name, shape in self._shapes().items():
@@ -115,15 +119,16 @@ class DirectSource:
 
 
 class NotedSource:
-    """Another source, and what was packed from it."""
+    """Another source, and what was packed from it, with its size."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
-        self.projections: list[Projection] = []
+        self.packed_bytes: dict[Projection, int] = {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._source.take(name, shape)
 
     def pack(self, projection: Projection) -> Any:
-        self.projections.append(projection)
-        return self._source.pack(projection)
+        weight = self._source.pack(projection)
+        self.packed_bytes[projection] = weight.nbytes
+        return weight

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.cache_dir import default_cache_dir
 from engine.expert_tensors import by_expert
 from engine.model_config import ModelError
 from engine.quantized.stored import StoredFormat, StoredMatrix
@@ -208,11 +209,6 @@ def weights_digest(path: Path | str, *, progress: Progress | None = None, cache_
     digest = _digest(entries, progress)
     _write_atomically(remembered, digest.hex().encode())
     return digest
-
-
-def default_cache_dir() -> Path:
-    """$PAGEWIRE_CACHE, else ~/.cache/pagewire."""
-    return Path(os.environ.get("PAGEWIRE_CACHE") or Path.home() / ".cache" / "pagewire")
 
 
 def _digest(entries: dict[str, TensorEntry], progress: Progress | None) -> bytes:

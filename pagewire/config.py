@@ -133,13 +133,13 @@ def _flat(model: BaseModel) -> dict[str, object]:
     return flat
 
 
-def with_model(config: ConfigT, resolve: Callable[[str], Path]) -> ConfigT:
-    """The same configuration with the model's name resolved to a directory.
+def with_model(config: ConfigT, resolve: Callable[[str, str], Path]) -> ConfigT:
+    """The same configuration with the model's name resolved to a directory, by (name, dtype); routers' is "auto".
 
     A name that was no directory ("demo", a hub id) becomes the served name, unless there is one; of a file its stem.
     """
     options: Any = getattr(config, "engine", config)
-    path = resolve(options.model)
+    path = resolve(options.model, getattr(options, "dtype", "auto"))
     served = options.served_model_name
     if served is None:
         given = Path(options.model).expanduser()

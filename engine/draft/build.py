@@ -94,8 +94,12 @@ def _check_vocabulary(draft: ModelConfig, target: ServedConfig) -> None:
 
 
 def _vocabulary(directory: Path) -> dict[int, str]:
-    """Token by id; empty if there is no tokenizer.json."""
+    """Token by id; empty if there is no tokenizer.json. Raises ModelError."""
     file = directory / "tokenizer.json"
     if not file.is_file():
         return {}
-    return {token_id: token for token, token_id in Tokenizer.from_file(str(file)).get_vocab().items()}
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare ones
+        raise ModelError(f"{file} is broken: {error}") from error
+    return {token_id: token for token, token_id in tokenizer.get_vocab().items()}

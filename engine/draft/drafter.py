@@ -80,21 +80,30 @@ class Drafter:
         self._max_position = max_position
         self._max_catch_up_tokens = max_catch_up_tokens
         self._eos_token_ids = eos_token_ids
+        self._catch_up_tokens_left = max_catch_up_tokens
         self.is_broken = False
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """`PLANNED` for each draft to be made; none where they can't pay for what there is to catch up on."""
-        if self.is_broken:
+        """`PLANNED` for each draft to be made; none where they can't pay for what there is to catch up on.
+
+        One where that is more than this step can read: it lets the sequence catch up, and takes no budget for drafts
+        that won't be made.
+        """
+        most = min(most, self._max_position + 1 - sequence.num_tokens)
+        if self.is_broken or most < 1:
             return ()
-        max_tokens = sequence.params.max_tokens
-        if max_tokens is not None:
-            most_lag = max(_USUAL_LAG, _MOST_LAG_PER_TOKEN * (max_tokens - sequence.num_output_tokens))
-            if sequence.num_tokens > most_lag and self._lag(sequence) > most_lag:
+        lag, max_tokens = self._lag(sequence), sequence.params.max_tokens
+        if lag > _USUAL_LAG:
+            if max_tokens is not None and lag > _MOST_LAG_PER_TOKEN * (max_tokens - sequence.num_output_tokens):
                 return ()
-        return (PLANNED,) * min(most, self._max_position + 1 - sequence.num_tokens)
+            if lag > self._catch_up_tokens_left:
+                return (PLANNED,)
+            self._catch_up_tokens_left -= lag
+        return (PLANNED,) * most
 
     def make(self, schedule: Schedule) -> Schedule:
-        """The schedule with the drafts that were planned in it, as far as they could be made."""
+        """The schedule with the drafts that were planned in it, as far as they could be made; ends planning."""
+        self._catch_up_tokens_left = self._max_catch_up_tokens
         planned = [item for item in schedule.items if item.draft_token_ids]
         if not planned:
             return schedule

@@ -1,6 +1,6 @@
 """The frame all families share: embed, run the blocks, norm, project onto the vocabulary."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -55,8 +55,8 @@ class Decoder:
         self.config = config
         self.kernels = kernels
         self.blocks = tuple(blocks)
-        self.projections: tuple[Projection, ...] = ()
-        """Everything that was packed for it; set by whoever built it."""
+        self.packed_bytes: Mapping[Projection, int] = {}
+        """Everything that was packed for it, with its size; set by whoever built it."""
         rows, columns = (config.vocab_size,), config.hidden_size
         self.embedding = weights.pack(Projection(EMBEDDING, rows, columns))
         self.norm = RmsNorm(kernels, weights, "norm", config.hidden_size, config)
@@ -70,19 +70,21 @@ class Decoder:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes of weights that a forward of one token reads, about: a byte for each quantized one."""
+        """Bytes of packed weights that a forward of one token reads; of the experts' the share that it goes through."""
         config = self.config
-        is_quantized = self.kernels.quantization is not None or config.quantization is not None
-        width = 1 if is_quantized else config.dtype.itemsize
         of_experts = 1.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
-        read = (each for each in self.projections if each.names != EMBEDDING or config.tie_word_embeddings)
-        sizes = ((1.0 if each.adaptable else of_experts) * sum(each.num_outs) * each.num_in for each in read)
-        return int(width * sum(sizes))
+        return int(
+            sum(
+                size * (1.0 if projection.adaptable else of_experts)
+                for projection, size in self.packed_bytes.items()
+                if projection.names != EMBEDDING or config.tie_word_embeddings
+            )
+        )
 
     @property
     def adaptable(self) -> tuple[Projection, ...]:
         """What adapters may change: every projection but experts', and the head also where it is the embedding."""
-        projections = tuple(each for each in self.projections if each.adaptable)
+        projections = tuple(each for each in self.packed_bytes if each.adaptable)
         if any(each.names == HEAD for each in projections):
             return projections
         return (*projections, Projection(HEAD, (self.config.vocab_size,), self.config.hidden_size))

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from engine.cache_dir import default_cache_dir
 from engine.kernel_set import ModelKernels
 from engine.model_config import ModelConfig, ModelError
 from engine.models import gemma3, llama, mixtral, phi3, qwen2, qwen3
 from engine.models.decoder import Decoder
 from engine.packed_weights import build_packed, build_private
 from engine.weight_source import DirectSource, NotedSource, WeightSource
-from engine.weights import Progress, default_cache_dir, map_weights, open_weights
+from engine.weights import Progress, map_weights, open_weights
 from kernels.cpu.native import NativeKernels
 
 FAMILIES: Mapping[str, Callable[[ModelConfig, ModelKernels, WeightSource], Decoder]] = {
@@ -49,7 +50,7 @@ def load_model(
             if quantization is None:
                 raise
             raise ModelError(f"{config.path}: quantization = {quantization}: {error}") from error
-        model.projections = tuple(noted.projections)
+        model.packed_bytes = noted.packed_bytes
         return model
 
     if config.quantization is not None and kernels.quantization is not None:

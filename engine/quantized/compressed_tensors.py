@@ -35,11 +35,16 @@ class PackQuantized:
 
     @property
     def label(self) -> str:
-        return f"w{self.bits}a16g{self.group_size}"
+        name = f"w{self.bits}a16g{self.group_size}"
+        return name + ("" if self.symmetric else "zp") + ("actorder" if self.reordered else "")
 
     def read(self, matrix: StoredMatrix, rows: int, columns: int) -> GroupedMatrix:
         """Raises ValueError."""
         per_number = 32 // self.bits
+        if self.symmetric and matrix.has("weight_zero_point"):
+            raise matrix.error("weight_zero_point", "is there although quantization_config says symmetric")
+        if not self.reordered and matrix.has("weight_g_idx"):
+            raise matrix.error("weight_g_idx", "is there although quantization_config has no actorder 'group'")
         if matrix.has("weight_shape"):
             shape = matrix.take("weight_shape", (2,), (torch.int64, torch.int32)).tolist()
             if shape != [rows, columns]:

@@ -286,10 +286,12 @@ class NativeKernels:
                 f"{x.dtype} rows of {x.shape[1]} don't fit a {'gated ' if weight.gated else ''}weight of "
                 f"{weight.dtype} [{weight.num_out}, {weight.num_in}]"
             )
+        out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
+        if not len(out):
+            return out
         if isinstance(weight, PackedGroups) and weight.order is not None:
             x = x.index_select(1, weight.order)
         rows = x if x.stride(1) == 1 else x.contiguous()
-        out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
         if residual is not None and residual.stride(1) != 1:
             residual = residual.contiguous()
         arguments = (

@@ -44,6 +44,10 @@ class PackedWeight:
     bias: Tensor | None = None
     scales: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.data, self.bias, self.scales) if part is not None)
+
 
 def packed_bytes(num_out: int, num_in: int, dtype: torch.dtype, *, gated: bool = False) -> int:
     """The size of a packed weight's data; `dtype` is what is stored."""

@@ -32,6 +32,10 @@ class TritonWeight:
     matrix: Tensor
     bias: Tensor | None
 
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceTensors:

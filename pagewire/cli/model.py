@@ -14,10 +14,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
-def resolve_model(name: str, dtype: str = "auto") -> Path:
+def resolve_model(name: str, dtype: str = "auto", *, weights: bool = True) -> Path:
     """The model's directory, made or downloaded if need be, with progress bars on stderr when that is a terminal.
 
-    `dtype`: what a GGUF file's weights are expanded to where they can't stay packed.
+    `dtype`: what a GGUF file's weights are expanded to where they can't stay packed; without `weights` there is only
+    what a router reads of it.
 
     Raises ConfigError if there is no such model, CommandFailed if it cannot be had.
     """
@@ -27,7 +28,7 @@ def resolve_model(name: str, dtype: str = "auto") -> Path:
             raise ConfigError(f"model = {name!r}: the directory has no config.json")
         return path
     if path.suffix == ".gguf" and path.is_file():
-        return _from_gguf(path, dtype)
+        return _from_gguf(path, dtype if weights else None)
     if path.exists():
         raise ConfigError(f"model = {name!r}: is not a directory")
     if name == "demo":
@@ -37,10 +38,13 @@ def resolve_model(name: str, dtype: str = "auto") -> Path:
     raise ConfigError(f"model = {name!r}: no such directory, and neither 'demo' nor a hub name (owner/name)")
 
 
-def _from_gguf(path: Path, dtype: str) -> Path:
-    module: Any = _import("engine.gguf", "demo")
+def _from_gguf(path: Path, dtype: str | None) -> Path:
+    """With weights if there is a `dtype`."""
+    module: Any = _import("engine.gguf_description" if dtype is None else "engine.gguf", "worker")
     with stage_progress(path.name) as progress:
         try:
+            if dtype is None:
+                return Path(module.described_directory(path, progress=progress))
             return Path(module.packed_directory(path, dtype=dtype, progress=progress))
         except module.ConvertError as error:
             raise CommandFailed(f"model = {str(path)!r}: {' '.join(str(error).split())}") from None

@@ -37,10 +37,13 @@ class Plan:
 
 def make_plan(flags: dict[str, Any], file: Path | None, num_prefill: int, num_decode: int) -> Plan:
     """Reads and validates everything; raises ConfigError, or CommandFailed if the model cannot be had."""
-    router = with_model(load_config(RouterConfig, _known(RouterConfig, flags), file, os.environ), resolve_model)
-    fixed = {"host": "127.0.0.1", "port": 0, "model": router.model, "served_model_name": router.served_model_name}
-    count = num_prefill + num_decode
     names = [("prefill", n) for n in range(num_prefill)] + [("decode", n) for n in range(num_decode)]
+    count = len(names)
+    router = load_config(RouterConfig, _known(RouterConfig, flags), file, os.environ)
+    fixed: dict[str, object] = {"host": "127.0.0.1", "port": 0, "model": router.model}
+    decode = load_config(WorkerConfig, {**_known(WorkerConfig, flags), **fixed, "role": "decode"}, file, os.environ)
+    router = with_model(router, lambda name, _: resolve_model(name, decode.engine.dtype))
+    fixed |= {"model": router.model, "served_model_name": router.served_model_name}
     # An index of one's own may be shared with other systems: worker ids are unique in it.
     suffix = "" if router.redis_url is None else f"-{secrets.token_hex(3)}"
     workers = {}

@@ -4,6 +4,7 @@ import gc
 import importlib
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,7 +74,7 @@ def _serve(
         typer.echo(to_toml(config), nl=False)
         return 0
     setup_logging(role, level=config.log_level, log_format=config.log_format)
-    config = with_model(config, resolve_model)
+    config = with_model(config, partial(resolve_model, weights=role != "router"))
     service = _import(module, extra="router" if role == "router" else "worker")
     try:
         return int(service.run(config))

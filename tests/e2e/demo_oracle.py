@@ -11,7 +11,8 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from engine.weights import default_cache_dir, weights_digest
+from engine.cache_dir import default_cache_dir
+from engine.weights import weights_digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,9 @@
 """GGUF files served as they are: Q4_0 and Q8_0 stay packed, number by number; all else is what converting gives."""
 
 import json
+import os
+import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,10 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
+from engine import gguf_weights
 from engine.gguf import ConvertError, convert_gguf, packed_directory
 from engine.gguf_blocks import kinds
+from engine.gguf_description import described_directory
 from engine.model_config import load_model_config
 from engine.weights import map_weights
 from kernels import cpu
@@ -80,6 +85,22 @@ def test_four_bits_among_eight_are_the_same_numbers(tmp_path: Path) -> None:
         assert torch.equal(found.dequantized(), expanded[f"model.{name}.weight"])
 
 
+@pytest.mark.parametrize("kinds_of", [{}, {".attn_v.": Q8_0}], ids=["four bits", "and eight"])
+def test_large_matrices_go_by_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds_of: dict[str, GGMLQuantizationType]
+) -> None:
+    """Rows that change places too: the file is the same."""
+    _, file = write_gguf("llama", tmp_path, quantization=Q4_0, kinds=kinds_of, num_hidden_layers=1)
+    path = packed_directory(file, dtype="float32")
+    whole = (path / "model.safetensors").read_bytes()
+    shutil.rmtree(path)
+    monkeypatch.setattr(gguf_weights, "_PIECE_ELEMENTS", 5 * 64)
+    done = [0]
+    packed_directory(file, dtype="float32", progress=lambda stage, at, total: done.append(at * (stage == "weights")))
+    assert (path / "model.safetensors").read_bytes() == whole
+    assert max(end - start for start, end in pairwise(done)) <= 4 * 5 * 64
+
+
 def test_other_types_are_expanded(tmp_path: Path) -> None:
     _, file = write_gguf("llama", tmp_path, quantization=Q5_0)
     path = resolve_model(str(file))
@@ -99,3 +120,19 @@ def test_a_file_is_prepared_once_for_each_content(tmp_path: Path) -> None:
     assert packed_directory(file, dtype="float32") != path
     with pytest.raises(ConvertError, match=r"nowhere.gguf: No such file"):
         packed_directory(tmp_path / "nowhere.gguf", dtype="auto")
+
+
+def test_earlier_contents_of_a_file_are_deleted(tmp_path: Path) -> None:
+    """For every purpose; other files' directories stay, of the same name too."""
+    _, file = write_gguf("llama", tmp_path, quantization=Q8_0, num_hidden_layers=1)
+    other = tmp_path / "other" / file.name
+    other.parent.mkdir()
+    shutil.copy(file, other)
+    kept = packed_directory(other, dtype="auto")
+    old = [packed_directory(file, dtype="auto"), packed_directory(file, dtype="float32"), described_directory(file)]
+    assert all(each.is_dir() for each in old)
+    half_deleted = old[0].with_name(f".{old[0].name}.old")
+    shutil.copytree(old[0], half_deleted)
+    os.utime(file, ns=(1, 1))
+    new = {described_directory(file), packed_directory(file, dtype="auto")}
+    assert set(kept.parent.iterdir()) == {kept, *new}

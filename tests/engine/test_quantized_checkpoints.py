@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
+from engine.errors import EngineError
 from engine.kernel_set import load_kernel_set
 from engine.model_config import ModelError, load_model_config
+from engine.models.decoder import EMBEDDING
 from engine.models.registry import load_model
 from engine.quantized.config import parse_quantization
 from engine.weights import map_weights, weights_digest
@@ -179,8 +181,52 @@ def test_packed_weights_stay_small(make: Make, cache: Path) -> None:
             run.model = load_model(run.config, load_kernel_set("native"), cache_dir=cache, digest=digest)
             assert torch.equal(run.logits(random_prompt(9, seed=1)), expected)
         qkv = run.model.blocks[0].attention.qkv  # type: ignore[attr-defined]
-        sizes.append(qkv.nbytes if directory is path else qkv.data.nbytes)
+        sizes.append(qkv.nbytes)
     assert sizes[0] == sizes[1] * (4 + 2 * 32 / 128) / 16
+
+
+def test_what_a_token_reads(make: Make, tiny_model: Tiny) -> None:
+    """The sizes of what was packed: what is left dense counts as such, and of experts those that a token goes through.
+
+    Kernels that expand the numbers read them so.
+    """
+    path, _ = make(gptq(group_size=128), hidden_size=128, intermediate_size=128, num_hidden_layers=1)
+    config = load_model_config(path)
+    head, numbers = 2 * 300 * 128, (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 128
+    numbers += 3 * 128 * 128
+    read = {kernels: TinyModel(path, kernels=kernels, dtype="bfloat16").model.num_bytes_read for kernels in KERNELS}
+    assert read["torch"] == head + 2 * numbers
+    if "native" in read:
+        padded = 2 * 320 * 128
+        assert read["native"] == padded + numbers * (4 + 2 * 32 / 128) / 8
+    for quantization, width in (("none", 4), ("w8a8", 1)):
+        config = load_model_config(tiny_model("mixtral", seed=1), dtype="float32")
+        model = load_model(config, load_kernel_set("torch", quantization=None if width == 4 else quantization))
+        assert config.moe is not None
+        experts = [size for projection, size in model.packed_bytes.items() if not projection.adaptable]
+        others = sum(size for projection, size in model.packed_bytes.items() if projection.adaptable)
+        assert len(experts) == 2 * config.moe.num_experts * config.num_layers
+        embedding = next(size for projection, size in model.packed_bytes.items() if projection.names == EMBEDDING)
+        share = config.moe.top_k / config.moe.num_experts
+        assert model.num_bytes_read == int(others - embedding + sum(experts) * share)
+        rows = config.vocab_size
+        assert embedding == rows * (config.hidden_size * width + (0 if width == 4 else 4))
+
+
+@NATIVE
+def test_fused_projections_are_mapped(make: Make, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Phi-3 stores q, k and v, and gate and up, in one quantized tensor each."""
+    path, _ = make(RECIPES["gptq"], "phi3")
+    run = TinyModel(path, kernels="native", max_tokens=40, num_sequences=3)
+    expected, inodes = run.logits(random_prompt(9, seed=1)), set()
+    for _ in range(2):  # written, then mapped
+        digest = weights_digest(path, cache_dir=cache)
+        run.model = load_model(run.config, load_kernel_set("native"), cache_dir=cache, digest=digest)
+        assert torch.equal(run.logits(random_prompt(9, seed=1)), expected)
+        inodes |= {file.stat().st_ino for file in (cache / "packed").iterdir() if file.suffix != ".lock"}
+    assert len(inodes) == 1
+    assert "packed again" not in caplog.text
+    assert "can't be shared" not in caplog.text
 
 
 def test_tokens_of_other_conventions_are_foreign(broken: Path, cache: Path) -> None:
@@ -192,6 +238,25 @@ def test_tokens_of_other_conventions_are_foreign(broken: Path, cache: Path) -> N
         roots |= {engine.root, engine.numerics_class}
         engine.close()
     assert len(roots) == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "tensor"), [("symmetric", True, "weight_zero_point"), ("actorder", None, "weight_g_idx")]
+)
+def test_tensors_that_the_config_denies_are_refused(
+    make: Make, tmp_path: Path, cache: Path, field: str, value: object, tensor: str
+) -> None:
+    """Without them the weights would be wrong; the packed file of the right config is not found either."""
+    path = shutil.copytree(make(RECIPES["w4a16 with zero points, act-order"])[0], tmp_path / "denied")
+    engine = Engine(options(path, kernels=KERNELS[-1]))
+    assert "+w4a16g32zpactorder/" in engine.numerics_class
+    engine.close()
+    groups = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"][field] = value
+    edit(path, config_groups=groups)
+    for kernels in KERNELS:
+        with pytest.raises(EngineError, match=rf"q_proj: tensor {tensor} is there although quantization_config"):
+            Engine(options(path, kernels=kernels))
 
 
 GPTQ_FIELDS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}

@@ -170,10 +170,11 @@ def test_the_store_is_not_where_the_index_is(index: str, store: str, is_fine: bo
 
 def test_model_name_resolves_to_a_directory_and_becomes_the_served_name(tmp_path: Path) -> None:
     worker = with_model(
-        load_config(WorkerConfig, {"role": "decode", "model": "org/name"}, None, {}), lambda _: tmp_path
+        load_config(WorkerConfig, {"role": "decode", "model": "org/name", "dtype": "float32"}, None, {}),
+        lambda name, dtype: tmp_path / dtype,
     )
-    assert (worker.engine.model, worker.engine.served_model_name) == (str(tmp_path), "org/name")
-    router = with_model(load_config(RouterConfig, {"model": str(tmp_path)}, None, {}), lambda _: tmp_path)
+    assert (worker.engine.model, worker.engine.served_model_name) == (str(tmp_path / "float32"), "org/name")
+    router = with_model(load_config(RouterConfig, {"model": str(tmp_path)}, None, {}), lambda name, dtype: tmp_path)
     assert (router.model, router.served_model_name) == (str(tmp_path), tmp_path.name)
 
 

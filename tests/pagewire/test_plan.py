@@ -1,13 +1,17 @@
 """What `pagewire up` decides before it starts anything: names, ports, and each worker's share of the machine."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from pagewire.cli.plan import make_plan, with_index
+from tests.engine.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -53,6 +57,18 @@ def test_workers_share_threads_and_memory(flags: dict[str, Any], monkeypatch: py
     assert [worker.engine.kv_cache_memory_share for worker in greedy.workers.values()] == [pytest.approx(0.3)] * 3
     chosen = make_plan({**flags, "cpu_threads": "7", "kv_cache_memory_bytes": "1MiB"}, None, 1, 1).workers["decode-0"]
     assert (chosen.engine.cpu_threads, chosen.engine.kv_cache_memory_bytes) == (7, 1 << 20)
+
+
+def test_a_gguf_file_is_expanded_to_the_workers_dtype(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path / "cache"))
+    _, file = write_gguf("llama", tmp_path, num_hidden_layers=1)
+    plan = make_plan({"model": str(file), "dtype": "float32"}, None, 1, 1)
+    (directory,) = {plan.router.model, *(worker.engine.model for worker in plan.workers.values())}
+    assert json.loads((Path(directory) / "config.json").read_text())["dtype"] == "float32"
+    assert {tensor.dtype for tensor in load_file(Path(directory) / "model.safetensors").values()} == {torch.float32}
+    assert plan.router.served_model_name == "model"
 
 
 def test_index_is_given_to_all(flags: dict[str, Any]) -> None:

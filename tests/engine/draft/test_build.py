@@ -50,6 +50,12 @@ def test_the_same_vocabulary_written_otherwise(model: Path, tmp_path: Path) -> N
     Engine(with_draft(options_of(model), draft)).close()
 
 
+def test_a_broken_tokenizer(model: Path, tmp_path: Path) -> None:
+    file = make_tiny_model("llama", tmp_path / "draft") / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:-99])
+    check_refused(with_draft(options_of(model), file.parent), rf"speculative_config\.model: {file} is broken: ")
+
+
 def test_no_such_model(model: Path, tmp_path: Path) -> None:
     check_refused(with_draft(options_of(model), tmp_path / "x"), r"speculative_config\.model: .*x: no such directory")
 

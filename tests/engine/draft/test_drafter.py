@@ -85,6 +85,18 @@ def test_a_long_prompt_is_read_in_pieces_and_holds_nobody_up() -> None:
     finish(harness)
 
 
+def test_who_is_catching_up_takes_no_budget_from_who_drafts() -> None:
+    harness, model = drafting(max_catch_up_tokens=8, max_model_len=80, max_num_batched_tokens=8)
+    harness.ask("long", 40, max_tokens=30, ignore_eos=True)
+    while not model.runs:
+        harness.step()
+    harness.ask("short", 3, max_tokens=30, ignore_eos=True)
+    harness.step()
+    planned = {item.sequence.request_id: len(item.draft_token_ids) for item in harness.scheduler.schedule().items}
+    assert planned == {"long": 1, "short": 4}
+    finish(harness)
+
+
 def test_the_prompt_of_several_choices_is_read_once() -> None:
     harness, model = drafting(max_model_len=60)
     harness.ask("a", 4 * BLOCK_SIZE + 1, n=3, max_tokens=12, ignore_eos=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.device_sampler import DeviceSampler
-from engine.sample import SampleRow
+from engine.sample import SampledToken, SampleRow
 from engine.sampler import Sampler
 from kernels.triton import token_filter
 from pagewire.sampling import SamplingParams
@@ -62,7 +62,7 @@ def test_tokens_and_logprobs_are_the_engines() -> None:
             assert [i for i, _ in found.logprobs.top] == [i for i, _ in right.logprobs.top]
 
 
-def test_what_cannot_be_drawn_says_why() -> None:
+def test_what_cannot_be_drawn_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random(3, V)
     logits[1, 3] = torch.nan
     wanted = [
@@ -71,7 +71,16 @@ def test_what_cannot_be_drawn_says_why() -> None:
         make_row(error="its grammar failed"),
         make_row(SamplingParams(temperature=0.0, logprobs=0), logits_row=2),
     ]
-    drawn, right = DeviceSampler(V).sample(logits, wanted), Sampler(V).sample(logits, wanted)
+    right = Sampler(V).sample(logits, wanted)
+    copied, on_host = [], Sampler.sample
+
+    def sample(host: Sampler, logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
+        copied.append(len(logits))
+        return on_host(host, logits, rows)
+
+    monkeypatch.setattr(Sampler, "sample", sample)
+    drawn = DeviceSampler(V).sample(logits, wanted)
+    assert copied == [1, 1, 1], "the failed rows alone"
     assert [(each.token_id, each.error, each.field) for each in drawn] == [
         (each.token_id, each.error, each.field) for each in right
     ]

@@ -12,6 +12,7 @@ from kernels import reference
 from kernels.cpu.native import NativeKernels
 from kernels.cpu.packed_groups import PackedGroups
 from kernels.grouped import GroupedMatrix, Numbers
+from kernels.int8 import Quantization
 from tests.kernels.cpu.harness import DTYPES, UNIT, assert_same_bits, assert_within, case, normal
 
 SHAPES = [  # rows, columns, depth, group: panels, blocks and groups whole and not, groups over pieces of 256 and within
@@ -57,6 +58,23 @@ def product(x: Tensor, weight: GroupedMatrix) -> tuple[Tensor, Tensor]:
         parts += weight.offsets.double().abs()[:, groups]
     magnitude = x.double().abs()[:, order] @ parts.T
     return x.double() @ wide.T, magnitude * (UNIT[torch.float32] * (float(x.shape[1]) ** 0.5 + 10)) + 1e-30
+
+
+def test_no_rows_have_no_result(native: NativeKernels) -> None:
+    """Of every kind of weight; it used to end the process."""
+    x = torch.empty(0, 64)
+    quantizations: tuple[Quantization | None, ...] = (None, "int8", "w8a8")
+    for quantization in quantizations:
+        native = NativeKernels(kernels.cpu.load(), quantization)
+        dense, grouped = normal(48, 64, dtype=torch.float32, seed=1), matrix("int4", 48, 64, 32, seed=1, order=True)
+        for weight, gated in (
+            (native.pack(dense), native.pack(dense, dense, gated=True)),
+            (pack(native, grouped, dtype=x.dtype), pack(native, grouped, grouped, dtype=x.dtype, gated=True)),
+        ):
+            assert native.linear(x, weight, residual=torch.empty(0, 48)).shape == (0, 48)
+            assert native.logits(x, weight).shape == (0, 48)
+            assert native.gated_linear(x, gated, "silu").shape == (0, 48)
+        assert native.router_logits(x, dense).shape == (0, 48)
 
 
 def test_agrees_with_the_dequantized_weight(native: NativeKernels) -> None:
