@@ -179,6 +179,7 @@ class StoreWriter:
             self.num_lost += min(most, len(missing) - start) - len(values)
             if values:
                 stored = await ask(store.put(values), _PUT_SECONDS)
+                self._access.note_put()
                 self.num_stored += len(values)
                 self.num_evicted += stored.num_evicted
                 self.num_blocks = stored.num_blocks

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from engine.rates import Rate
+from engine.tiers.load import TierLoad
 from engine.tiers.store_erase import Doomed, doomed_keys
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.store_tier import StoreSettings, StoreTier
@@ -196,6 +197,7 @@ class Gate:
         self._store = store
         self._held = held
         self.may_go_on, self.arrived = threading.Event(), threading.Event()
+        self.num_arrived = 0
 
     def __str__(self) -> str:
         return str(self._store)
@@ -226,6 +228,7 @@ class Gate:
 
     async def _wait(self, what: str) -> None:
         if what == self._held and not self.may_go_on.is_set():
+            self.num_arrived += 1
             self.arrived.set()
             await asyncio.to_thread(self.may_go_on.wait, WAIT)
 
@@ -322,6 +325,51 @@ def test_a_frozen_server_holds_up_nobody_for_long(server: Server, caplog: pytest
             os.kill(server.pid, signal.SIGCONT)
         harness.tier.settings = StoreSettings(min_deadline=WAIT)
         _until_it_loads(harness)
+
+
+def test_a_store_that_is_too_slow_is_learned_and_still_written(server: Server) -> None:
+    """Its quick answers what is there do not hide that blocks do not come."""
+    gates: list[Gate] = []
+
+    def wrap(store: BlockStore) -> BlockStore:
+        gates.append(Gate(store, "get"))
+        return gates[0]
+
+    with worker(server) as first, worker(server, wrap=wrap) as second:
+        first.ask_and_run("first")
+        second.tier.settings = StoreSettings(min_deadline=0.2, slack=1e-9)
+        assert second.ask_and_run("too slow") == {}
+        gates[0].may_go_on.set()
+        assert second.tier.costs.load_seconds(1, time.monotonic()) >= 0.4
+        events = second.tier.counts()[1]
+        assert (events["late"], events["failed"]) == (1, 0)
+        second.ask_and_run("another", prompt_of(22, salt=40))
+        assert second.tier.counts()[1]["stored"] >= 5
+
+
+def test_the_wait_for_a_turn_is_in_the_deadline(server: Server) -> None:
+    """Many loads at once wait no longer than one, and only as many ask as may."""
+    gates: list[Gate] = []
+
+    def wrap(store: BlockStore) -> BlockStore:
+        gates.append(Gate(store, "get"))
+        return gates[0]
+
+    with worker(server) as first, worker(server, wrap=wrap) as second:
+        first.ask_and_run("first")
+        second.tier.settings = StoreSettings(min_deadline=0.5, slack=1e-9)
+        names = [BlockName(second.cache.keys_for(PROMPT)[0], 0)]
+        loads = []
+        for _ in range(6):
+            block_ids = second.cache.allocate(1)
+            assert block_ids is not None
+            loads.append(TierLoad(second.cache, [], block_ids, names, PROMPT))
+            second.tier.start(loads[-1], lambda: None)
+        for load in loads:
+            load.done.result(WAIT)
+            load.abandon()
+        assert gates[0].num_arrived == 4
+        gates[0].may_go_on.set()
 
 
 def _until_it_loads(harness: Worker) -> None:
