@@ -1,5 +1,6 @@
 """Where Redis is: one server, a Sentinel service or a cluster by URL, and a client for the primary that holds a key."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -11,11 +12,12 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
-from kvstore.background import to_the_end
+from kvstore.background import to_the_end, within
 
 # What a lost, slow or restarting server raises; the caller drops the client, waits and connects anew.
 CONNECTION_ERRORS = (RedisError, OSError, TimeoutError)
 
+_CLOSE_SECONDS = 2.0
 _DEFAULT_PORT = 6379
 _SENTINEL_PORT = 26379
 _SCHEMES = "redis://, rediss://, valkey://, valkeys://, unix://, redis+sentinel:// or redis+cluster://"
@@ -179,5 +181,17 @@ async def result(reply: Any) -> Any:
 
 
 async def close(redis: Redis) -> None:
-    """Closes the client's connections, all of them, even if the task is cancelled meanwhile."""
-    await to_the_end(redis.aclose())
+    """Closes the client's connections, all of them, even if the task is cancelled meanwhile. Raises nothing else, and
+    does not wait for long: a frozen server takes neither a TLS good-bye nor what is left to send.
+    """
+    await to_the_end(_close(redis))
+
+
+async def _close(redis: Redis) -> None:
+    pool: Any = redis.connection_pool
+    writers = [each._writer for each in (*pool._available_connections, *pool._in_use_connections)]
+    with suppress(*CONNECTION_ERRORS):
+        await within(_CLOSE_SECONDS, redis.aclose())
+    for writer in writers:
+        if writer is not None:
+            writer.transport.abort()

@@ -34,6 +34,7 @@ _MAX_LOADS = 4
 _NAMES_PER_TOUCH = 512
 _BYTES_PER_GET = 8 << 20
 _CLOSE_SECONDS = 10.0
+"""Far more than what is cancelled and a store's `close` need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +211,16 @@ class StoreTier:
         return self._writer.quiesce(timeout)
 
     def close(self) -> None:
-        """When no load is under way any more. What waits is not written."""
+        """When no load is under way any more. What waits is not written. Afterwards the thread is gone, in any case."""
         self._writer.stop()
-        self._submit(self._end()).result(2 * _CLOSE_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            self._submit(self._end()).result(_CLOSE_SECONDS)
+        except Exception:  # a bug, or a store that breaks its word: nothing more is wanted of it
+            logger.exception("the store could not be closed")
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     async def _end(self) -> None:
         """Ends the writer and what is left of questions that were given up."""

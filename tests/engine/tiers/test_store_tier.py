@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +23,10 @@ from kvstore.block_store import BlockName, BlockStore, Stored, StoreError
 from kvstore.redis_connection import RedisTarget
 from kvstore.redis_store import RedisBlockStore
 from kvstore.tier_block import TierBlock, owner_of
+from tests.certificates import make_authority, make_certificate
 from tests.engine.harness import Harness, prompt_of
-from tests.valkey import Server
+from tests.ports import free_port
+from tests.valkey import Server, is_installed
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -67,12 +71,13 @@ def worker(
     model: bytes = MODEL,
     max_blocks: int = 1000,
     wrap: Callable[[BlockStore], BlockStore] = lambda store: store,
+    url: str | None = None,
     **more: int,
 ) -> Iterator[Worker]:
     """Checked at the end, as a worker that shuts down is."""
 
     def make(block_size: int, block_bytes: int) -> tuple[BlockStore, StoreFormat]:
-        store = RedisBlockStore(RedisTarget.parse(server.url), model, max_blocks)
+        store = RedisBlockStore(RedisTarget.parse(url or server.url), model, max_blocks)
         return wrap(store), StoreFormat(model, block_size, block_bytes)
 
     harness = Worker(num_blocks=16, store=make, **more)
@@ -325,6 +330,61 @@ def test_a_frozen_server_holds_up_nobody_for_long(server: Server, caplog: pytest
             os.kill(server.pid, signal.SIGCONT)
         harness.tier.settings = StoreSettings(min_deadline=WAIT)
         _until_it_loads(harness)
+
+
+@pytest.mark.skipif(not (is_installed("redis-server") and shutil.which("openssl")), reason="nobody speaks TLS here")
+def test_closing_beside_a_frozen_server_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers the TLS good-bye."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(make_authority(tmp_path)))
+    certificate, key = make_certificate(tmp_path, "server")
+    port = free_port()
+    files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no")
+    with Server("redis-server", ("--tls-port", str(port), *files)) as server:
+        try:
+            with worker(server, url=f"rediss://127.0.0.1:{port}") as harness:
+                harness.ask_and_run("first")
+                harness.cache.reset()
+                assert harness.ask_and_run("again") == {"store": 20}
+                os.kill(server.pid, signal.SIGSTOP)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+    assert not _store_threads()
+
+
+def test_a_store_that_cannot_be_closed_holds_up_nothing_else(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Gate):
+        async def close(self) -> None:
+            await super().close()
+            raise RuntimeError("broken")
+
+    with worker(server, wrap=lambda store: Broken(store, ""), num_host_blocks=3) as harness:
+        harness.ask_and_run("first")
+    assert "could not be closed" in caplog.text
+    assert not _store_threads()
+
+
+def test_the_rest_is_closed_when_something_cannot_be(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    with worker(server, num_host_blocks=3) as harness:
+        assert harness.tiers is not None
+        close_store, close_slots = harness.tier.close, harness.tiers.tiers[0].slots.close
+
+        def fail() -> None:
+            close_store()
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(harness.tier, "close", fail)
+        monkeypatch.setattr(harness.tiers.tiers[0].slots, "close", lambda: (closed.append(1), close_slots()))
+        with pytest.raises(RuntimeError, match="broken"):
+            harness.tiers.close()
+        assert closed
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("tier-")]
+        monkeypatch.undo()
+        harness.tiers = None
+
+
+def _store_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tier-store"]
 
 
 def test_a_store_that_is_too_slow_is_learned_and_still_written(server: Server) -> None:
