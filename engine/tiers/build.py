@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+import torch
+
 from engine.errors import EngineError
 from engine.kv_cache import KvCache
 from engine.memory import KvMemory
@@ -48,7 +50,7 @@ def _host_slots(num_bytes: int, memory: KvMemory) -> HostSlots:
 
 def _disk_tier(path: Path, num_bytes: int, memory: KvMemory, cache: KvCache, numerics_class: str) -> Tier:
     layout = memory.layout
-    name = fingerprint(cache.root, layout.layout_id, numerics_class)
+    name = fingerprint(cache.root, layout.layout_id, numerics_class, torch.__version__)
     least = FILE_HEADER_BYTES + record_bytes(layout.block_size) + layout.block_bytes
     if num_bytes < least:
         raise EngineError(f"kv_disk_size = {num_bytes} bytes: a file with one block takes {least}")
@@ -67,7 +69,7 @@ def _store(
     url: str, num_bytes: int, memory: KvMemory, cache: KvCache, numerics_class: str
 ) -> tuple[BlockStore, StoreFormat]:
     layout = memory.layout
-    name = fingerprint(cache.root, layout.layout_id, numerics_class)
+    name = fingerprint(cache.root, layout.layout_id, numerics_class, torch.__version__)
     form = StoreFormat(name, layout.block_size, layout.block_bytes)
     least = form.value_bytes + VALUE_OVERHEAD_BYTES
     if num_bytes < least:
