@@ -21,7 +21,7 @@ from kvstore.hashing import KEY_BYTES
 from kvstore.tier_block import OWNER_BYTES, TierBlock
 
 KV_VERSION = 1
-"""Raised with each change of a kernel or model after which equal tokens have other values: what is stored is not used."""
+"""Raised with each change of a kernel or model after which tokens have other values: what is stored is not used."""
 FILE_HEADER_BYTES = 4096
 NO_RECORD = bytes(8)
 _FILE_MAGIC, _RECORD_MAGIC = b"PWKVTIER", b"PWKVBLCK"

@@ -12,17 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import redis
 
 from engine.rates import Rate
 from engine.tiers.load import TierLoad
-from engine.tiers.store_erase import Doomed, doomed_keys
+from engine.tiers.store_erase import keys_after
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.store_tier import StoreSettings, StoreTier
 from engine.tiers.store_writer import MAX_PENDING
-from kvstore.block_store import BlockName, BlockStore, Stored, StoreError
+from kvstore.block_store import BlockName, BlockStore, Heads, Stored, StoreError
 from kvstore.redis_connection import RedisTarget
 from kvstore.redis_store import RedisBlockStore
-from kvstore.tier_block import TierBlock, owner_of
+from kvstore.tier_block import owner_of
 from tests.certificates import make_authority, make_certificate
 from tests.engine.harness import Harness, prompt_of
 from tests.ports import free_port
@@ -222,7 +223,7 @@ class Gate:
         await self._wait("put")
         return await self._store.put(values)
 
-    async def heads(self, cursor: int, num_bytes: int):  # type: ignore[no-untyped-def]
+    async def heads(self, cursor: int, num_bytes: int) -> Heads:
         return await self._store.heads(cursor, num_bytes)
 
     async def delete(self, keys: Sequence[bytes]) -> None:
@@ -540,6 +541,8 @@ def test_an_erasure_waits_for_what_is_being_written(server: Server) -> None:
         harness.cache.reset()
         assert harness.tiers is not None
         cleared = operator.submit(harness.tiers.clear)
+        with pytest.raises(TimeoutError):
+            cleared.result(0.3)
         gates[0].may_go_on.set()
         assert cleared.result(WAIT) >= 1
         assert harness.tier.quiesce(WAIT)
@@ -578,12 +581,36 @@ def test_a_store_that_is_slow_is_not_written_more_than_it_takes(server: Server) 
 def test_what_has_lost_its_beginning_goes_with_a_prefix() -> None:
     """Nobody can tell whether block 4 continues the block that is erased: block 3 is gone."""
     chain = [bytes([number]) * 32 for number in range(6)]
-    found: dict[bytes, TierBlock | None] = {
-        key: TierBlock(key, chain[number - 1] if number else None, (number,)) for number, key in enumerate(chain)
-    }
-    other = TierBlock(b"o" * 32, None, (9,))
-    del found[chain[3]]
-    found |= {other.key: other, b"rubbish": None}
-    assert doomed_keys(found, Doomed(first=chain[1])) == [b"rubbish", chain[1], chain[4], chain[2], chain[5]]
-    assert doomed_keys(found, Doomed(first=chain[5])) == [b"rubbish", chain[5], chain[4]]
-    assert set(doomed_keys(found, Doomed())) == set(found)
+    parents = {key: chain[number - 1] if number else None for number, key in enumerate(chain)}
+    del parents[chain[3]]
+    parents[b"o" * 32] = None
+    assert keys_after(chain[1], parents) == [chain[1], chain[4], chain[2], chain[5]]
+    assert keys_after(chain[5], parents) == [chain[5], chain[4]]
+
+
+def test_an_erasure_holds_a_page_at_a_time(server: Server) -> None:
+    """What is found is deleted before the next is looked for, except for a prefix."""
+    calls: list[str] = []
+
+    class Watched(Gate):
+        async def heads(self, cursor: int, num_bytes: int) -> Heads:
+            calls.append("heads")
+            return await super().heads(cursor, num_bytes)
+
+        async def delete(self, keys: Sequence[bytes]) -> None:
+            assert len(keys) <= 256
+            calls.append("delete")
+            await super().delete(keys)
+
+    with worker(server, wrap=lambda store: Watched(store, "")) as harness:
+        harness.ask_and_run("first")
+        value = server.command("GET", name_of(harness, 0))
+        assert isinstance(value, bytes)
+        prefix = name_of(harness, 0)[:-32]
+        with redis.Redis(port=server.port, protocol=2) as client:
+            client.mset({prefix + number.to_bytes(32, "big"): value for number in range(3000)})
+        assert harness.tiers is not None
+        assert harness.tiers.clear(owner_of("nobody")) == 3000, "they are not what their names say"
+        assert calls.index("delete") < max(i for i, call in enumerate(calls) if call == "heads")
+        assert harness.tiers.clear() >= 5
+        assert values(server) == []
