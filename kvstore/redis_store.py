@@ -23,8 +23,10 @@ from kvstore.redis_connection import CONNECTION_ERRORS, RedisTarget, close, desc
 
 T = TypeVar("T")
 
-VALUE_OVERHEAD_BYTES = 512
-"""What the server needs for a value beside its bytes, in its key space and in the books, and a little more."""
+_OVERHEAD_BYTES = 512
+"""What the server needs beside a value's allocation, in its key space and in the books, and a little more."""
+_HEADER_BYTES = 32
+"""Of the server's strings, and a little more."""
 TTL_SECONDS = 86400
 UNBOOKED_SECONDS = 60
 DEPTH_MICROS = 100_000
@@ -67,6 +69,15 @@ end
 redis.call('PEXPIRE', KEYS[1], 2 * ARGV[2])
 return {redis.call('ZCARD', KEYS[1]), evicted}
 """
+
+
+def stored_bytes(value_bytes: int) -> int:
+    """What the server needs for a value of so many bytes. jemalloc, which Redis and Valkey usually have, takes up to a
+    quarter more than a little over it: four sizes for each power of two.
+    """
+    num_bytes = value_bytes + _HEADER_BYTES
+    step = 1 << max(4, (num_bytes - 1).bit_length() - 3)
+    return -(-num_bytes // step) * step + _OVERHEAD_BYTES
 
 
 class RedisBlockStore:

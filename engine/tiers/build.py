@@ -17,7 +17,7 @@ from engine.tiers.store_format import StoreFormat
 from engine.tiers.tier import Tier
 from kvstore.block_store import BlockStore
 from kvstore.redis_connection import RedisTarget, RedisUrlError
-from kvstore.redis_store import VALUE_OVERHEAD_BYTES, RedisBlockStore
+from kvstore.redis_store import RedisBlockStore, stored_bytes
 from kvstore.tier_book import TierBook
 from pagewire.config import EngineOptions
 
@@ -71,7 +71,7 @@ def _store(
     layout = memory.layout
     name = fingerprint(cache.root, layout.layout_id, numerics_class, torch.__version__)
     form = StoreFormat(name, layout.block_size, layout.block_bytes)
-    least = form.value_bytes + VALUE_OVERHEAD_BYTES
+    least = stored_bytes(form.value_bytes)
     if num_bytes < least:
         raise EngineError(f"kv_store_size = {num_bytes} bytes: one block takes {least} there")
     try:

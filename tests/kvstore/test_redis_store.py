@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from kvstore.block_store import BlockName, StoreError
 from kvstore.redis_connection import RedisTarget
-from kvstore.redis_store import UNBOOKED_SECONDS, RedisBlockStore
+from kvstore.redis_store import UNBOOKED_SECONDS, RedisBlockStore, stored_bytes
 from tests.kvstore.simulated import until
 from tests.valkey import PROGRAMS, Server, is_installed
 
@@ -168,6 +168,22 @@ async def test_calls_at_once_share_one_client_also_after_an_outage(monkeypatch: 
                 assert {type(each) for each in found} == {StoreError}
                 assert num_connects == number
                 server.restart()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_a_value_takes_no_more_than_is_counted(program: str) -> None:
+    """Debian's server has jemalloc, which takes up to a quarter more than the bytes."""
+    if not is_installed(program):
+        pytest.skip(f"{program} is not installed")
+    sizes = [1500, 70_000, 1 << 20, (1 << 20) + 1136, 1_500_000]
+    with Server(program) as server:
+        async with connected(server) as (store,):
+            for number, size in enumerate(sizes):
+                await store.put([(name(number), b"x" * size)])
+                key = b"pwkv:{%b}:%b" % (FLEET[:16].hex().encode(), name(number).key)
+                taken = server.command("MEMORY", "USAGE", key)
+                assert isinstance(taken, int)
+                assert size < taken <= stored_bytes(size) < 1.25 * size + 1024
 
 
 ACL = (
