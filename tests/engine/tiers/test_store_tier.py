@@ -578,6 +578,26 @@ def test_a_store_that_is_slow_is_not_written_more_than_it_takes(server: Server) 
         assert harness.tier.quiesce(WAIT)
 
 
+def test_a_renewal_that_was_dropped_is_no_loss_and_is_tried_again() -> None:
+    """It is there, and may be said again at once when the store is back."""
+    with Server() as server, worker(server) as harness:
+        harness.ask_and_run("first")
+        keys = harness.cache.keys_for(PROMPT)[:5]
+        num_lost = harness.tier.counts()[1]["lost"]
+        server.kill()
+        for _ in range(2):  # fails, then is not even taken
+            harness.tier.note_use(keys)
+            assert harness.tier.quiesce(WAIT)
+        assert harness.tier.counts()[1]["failed"] >= 1
+        assert harness.tier.counts()[1]["lost"] == num_lost
+        server.restart()
+        until = time.monotonic() + WAIT
+        while len(values(server)) < 5:
+            assert time.monotonic() < until, "it is never renewed"
+            harness.tier.note_use(keys)
+            time.sleep(0.05)
+
+
 def test_what_has_lost_its_beginning_goes_with_a_prefix() -> None:
     """Nobody can tell whether block 4 continues the block that is erased: block 3 is gone."""
     chain = [bytes([number]) * 32 for number in range(6)]
