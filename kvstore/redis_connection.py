@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from posixpath import normpath
 from typing import Any, Literal
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -17,6 +18,7 @@ from kvstore.background import to_the_end, within
 # What a lost, slow or restarting server raises; the caller drops the client, waits and connects anew.
 CONNECTION_ERRORS = (RedisError, OSError, TimeoutError)
 
+_LOOPBACK = ("127.0.0.1", "::1")
 _CLOSE_SECONDS = 2.0
 _DEFAULT_PORT = 6379
 _SENTINEL_PORT = 26379
@@ -58,11 +60,24 @@ class RedisTarget:
             parts = urlsplit(url)
             user_info, at, hosts = parts.netloc.rpartition("@")
             display = parts._replace(netloc=f"***@{hosts}").geturl() if at else url
+            if hosts and not at and "@" in url:
+                display = f"{parts.scheme}://***@{url.rpartition('@')[2]}"
+                raise ValueError("'/', '?' and '#' of a user or password must be written as %2F, %3F and %23")
             username, password = _credentials(user_info)
             common: dict[str, Any] = {"display": display, "username": username, "password": password}
             return cls(**common, **_location(parts, hosts))
         except ValueError as error:
             raise RedisUrlError(f"bad Redis URL {display!r}: {error}") from None
+
+    def shares_database(self, other: "RedisTarget") -> bool:
+        """Both lead to one database, as far as URLs say: two names of one host, or its socket, look like two."""
+        return self.db == other.db and not self._places().isdisjoint(other._places())
+
+    def _places(self) -> set[tuple[str, int, str]]:
+        """Of servers, or of a service."""
+        if self.kind == "unix":
+            return {(normpath(self.path), 0, "")}
+        return {("localhost" if host in _LOOPBACK else host, port, self.service) for host, port in self.nodes}
 
     async def connect(self, key: str, timeout: float) -> Redis:
         """A client for the primary that holds `key` (and whatever shares its hash tag). `timeout` bounds each socket
