@@ -108,7 +108,7 @@ class RedisTarget:
             return str(host), int(port)
         finally:
             for each in sentinel.sentinels:
-                await each.aclose()
+                await close(each)
 
     async def _cluster_primary(self, key: str, options: dict[str, Any]) -> tuple[str, int]:
         """The primary of the key's slot, by the first node that answers. All of a model's keys share one slot, so a

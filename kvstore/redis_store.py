@@ -4,14 +4,15 @@
     pwkv:{…}:use                                                    ZSET    key -> when it was of use, in microseconds
 
 The fleet's own books bound the store: when blocks are added, those longest unused go until there is room, in the same
-MULTI; values that could not be booked expire after UNBOOKED_SECONDS. A block's time of use is put back by DEPTH_MICROS
-for each block before it, so of one chain the end goes first.
-Nothing but the fleet's own blocks is ever evicted here. What the server loses by itself (a restart, its own eviction)
-is missing from the books only until its time of use is the oldest.
+MULTI; values that could not be booked are deleted, or expire after UNBOOKED_SECONDS. A block's time of use is put back
+by DEPTH_MICROS for each block before it, so of one chain the end goes first. Nothing but the fleet's own blocks is ever
+evicted here. What the server loses by itself (a restart, its own eviction) is missing from the books only until its
+time of use is the oldest.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -178,7 +179,14 @@ class RedisBlockStore:
             for key, (_, value) in zip(keys[1:], values, strict=True):
                 commands.set(key, value, ex=UNBOOKED_SECONDS)
             commands.eval(_BOOK, len(keys), *keys, self._max_blocks, *_times(names))
-            *_, (num_blocks, num_evicted) = await commands.execute()
+            try:
+                *_, (num_blocks, num_evicted) = await commands.execute()
+            except OutOfMemoryError:  # of a SET: nothing has been done
+                raise
+            except ResponseError:  # of the booking, which does not undo the rest
+                with suppress(*CONNECTION_ERRORS):
+                    await result(client.delete(*keys[1:]))
+                raise
         return Stored(int(num_blocks), int(num_evicted))
 
     async def _make_room(self, client: Redis, num_blocks: int) -> None:
