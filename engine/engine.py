@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from engine.admission import check_request
@@ -220,9 +220,10 @@ class Engine:
 
     def close(self) -> None:
         """Gives up what still runs, ends what the tiers do and unmaps the KV memory."""
-        self.fail_all("the engine is closed")
-        if self.tiers is not None:
-            self.tiers.close()
-        if self._drafter is not None:
-            self._drafter.close()
-        self.memory.close()
+        with ExitStack() as closing:  # from the last on, each whatever happens to the others
+            closing.callback(self.memory.close)
+            if self._drafter is not None:
+                closing.callback(self._drafter.close)
+            if self.tiers is not None:
+                closing.callback(self.tiers.close)
+            self.fail_all("the engine is closed")

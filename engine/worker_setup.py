@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.engine import Engine
 from engine.host import describe
 from kvstore.events import Tier
-from kvstore.redis_connection import RedisTarget
+from kvstore.redis_connection import RedisTarget, RedisUrlError
 from kvstore.redis_publisher import Publisher
 from kvstore.registry import ModelRecord, WorkerRecord
 from kvstore.tokenizer_digest import tokenizer_digest
@@ -26,8 +26,13 @@ _LOG_EVERY_SECONDS = 2.0
 def check_before_loading(config: WorkerConfig) -> None:
     """What can be said to be wrong before a model is loaded. Raises BindError (an OSError) or RedisUrlError."""
     check_bindable(config.host, config.port)
-    if config.redis_url:
-        RedisTarget.parse(config.redis_url)
+    index, store = (
+        None if url is None else RedisTarget.parse(url) for url in (config.redis_url, config.engine.kv_store_url)
+    )
+    if index is not None and store is not None and store.shares_database(index):
+        raise RedisUrlError(
+            f"kv_store_url = {store} must name another server, or at least another database, than redis_url = {index}"
+        )
 
 
 def load_engine(options: EngineOptions) -> Engine:

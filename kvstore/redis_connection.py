@@ -1,6 +1,8 @@
 """Where Redis is: one server, a Sentinel service or a cluster by URL, and a client for the primary that holds a key."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
+from posixpath import normpath
 from typing import Any, Literal
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -11,11 +13,13 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
-from kvstore.background import to_the_end
+from kvstore.background import to_the_end, within
 
 # What a lost, slow or restarting server raises; the caller drops the client, waits and connects anew.
 CONNECTION_ERRORS = (RedisError, OSError, TimeoutError)
 
+_LOOPBACK = ("127.0.0.1", "::1")
+_CLOSE_SECONDS = 2.0
 _DEFAULT_PORT = 6379
 _SENTINEL_PORT = 26379
 _SCHEMES = "redis://, rediss://, valkey://, valkeys://, unix://, redis+sentinel:// or redis+cluster://"
@@ -56,11 +60,24 @@ class RedisTarget:
             parts = urlsplit(url)
             user_info, at, hosts = parts.netloc.rpartition("@")
             display = parts._replace(netloc=f"***@{hosts}").geturl() if at else url
+            if hosts and not at and "@" in url:
+                display = f"{parts.scheme}://***@{url.rpartition('@')[2]}"
+                raise ValueError("'/', '?' and '#' of a user or password must be written as %2F, %3F and %23")
             username, password = _credentials(user_info)
             common: dict[str, Any] = {"display": display, "username": username, "password": password}
             return cls(**common, **_location(parts, hosts))
         except ValueError as error:
             raise RedisUrlError(f"bad Redis URL {display!r}: {error}") from None
+
+    def shares_database(self, other: "RedisTarget") -> bool:
+        """Both lead to one database, as far as URLs say: two names of one host, or its socket, look like two."""
+        return self.db == other.db and not self._places().isdisjoint(other._places())
+
+    def _places(self) -> set[tuple[str, int, str]]:
+        """Of servers, or of a service."""
+        if self.kind == "unix":
+            return {(normpath(self.path), 0, "")}
+        return {("localhost" if host in _LOOPBACK else host, port, self.service) for host, port in self.nodes}
 
     async def connect(self, key: str, timeout: float) -> Redis:
         """A client for the primary that holds `key` (and whatever shares its hash tag). `timeout` bounds each socket
@@ -91,7 +108,7 @@ class RedisTarget:
             return str(host), int(port)
         finally:
             for each in sentinel.sentinels:
-                await each.aclose()
+                await close(each)
 
     async def _cluster_primary(self, key: str, options: dict[str, Any]) -> tuple[str, int]:
         """The primary of the key's slot, by the first node that answers. All of a model's keys share one slot, so a
@@ -179,5 +196,17 @@ async def result(reply: Any) -> Any:
 
 
 async def close(redis: Redis) -> None:
-    """Closes the client's connections, all of them, even if the task is cancelled meanwhile."""
-    await to_the_end(redis.aclose())
+    """Closes the client's connections, all of them, even if the task is cancelled meanwhile. Raises nothing else, and
+    does not wait for long: a frozen server takes neither a TLS good-bye nor what is left to send.
+    """
+    await to_the_end(_close(redis))
+
+
+async def _close(redis: Redis) -> None:
+    pool: Any = redis.connection_pool
+    writers = [each._writer for each in (*pool._available_connections, *pool._in_use_connections)]
+    with suppress(*CONNECTION_ERRORS):
+        await within(_CLOSE_SECONDS, redis.aclose())
+    for writer in writers:
+        if writer is not None:
+            writer.transport.abort()

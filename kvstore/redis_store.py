@@ -3,13 +3,16 @@
     pwkv:{<first 16 bytes of the fingerprint, hex>}:<32-byte key>   STRING  the value, expires a day after its last use
     pwkv:{…}:use                                                    ZSET    key -> when it was of use, in microseconds
 
-The fleet's own books bound the store: before blocks are added, those longest unused go until there is room, in the same
-MULTI. A block's time of use is put back by DEPTH_MICROS for each block before it, so of one chain the end goes first.
-Nothing but the fleet's own blocks is ever evicted here. What the server loses by itself (a restart, its own eviction)
-is missing from the books only until its time of use is the oldest.
+The fleet's own books bound the store: when blocks are added, those longest unused go until there is room, in the same
+MULTI; values that could not be booked are deleted, or expire after UNBOOKED_SECONDS. A block's time of use is put back
+by DEPTH_MICROS for each block before it, so of one chain the end goes first. Nothing but the fleet's own blocks is ever
+evicted here. What the server loses by itself (a restart, its own eviction) is missing from the books only until its
+time of use is the oldest.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -21,9 +24,12 @@ from kvstore.redis_connection import CONNECTION_ERRORS, RedisTarget, close, desc
 
 T = TypeVar("T")
 
-VALUE_OVERHEAD_BYTES = 512
-"""What the server needs for a value beside its bytes, in its key space and in the books, and a little more."""
+_OVERHEAD_BYTES = 512
+"""What the server needs beside a value's allocation, in its key space and in the books, and a little more."""
+_HEADER_BYTES = 32
+"""Of the server's strings, and a little more."""
 TTL_SECONDS = 86400
+UNBOOKED_SECONDS = 60
 DEPTH_MICROS = 100_000
 _SOCKET_SECONDS = 30.0
 """A net below the callers' own deadlines."""
@@ -43,7 +49,7 @@ end
 redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1])
 return found
 """
-# KEYS: use, values …; ARGV: most blocks, then as above. Returns blocks now and blocks evicted.
+# KEYS: use, values … just set; ARGV: most blocks, then as above. Returns blocks now and blocks evicted.
 _BOOK = """#!lua flags=allow-oom
 local time = redis.call('TIME')
 local now, evicted = time[1] * 1000000 + time[2], 0
@@ -59,10 +65,20 @@ if surplus > 0 then
 end
 for i = 2, #KEYS do
   redis.call('ZADD', KEYS[1], now - ARGV[i + 1], string.sub(KEYS[i], -32))
+  redis.call('PEXPIRE', KEYS[i], ARGV[2])
 end
 redis.call('PEXPIRE', KEYS[1], 2 * ARGV[2])
 return {redis.call('ZCARD', KEYS[1]), evicted}
 """
+
+
+def stored_bytes(value_bytes: int) -> int:
+    """What the server needs for a value of so many bytes. jemalloc, which Redis and Valkey usually have, takes up to a
+    quarter more than a little over it: four sizes for each power of two.
+    """
+    num_bytes = value_bytes + _HEADER_BYTES
+    step = 1 << max(4, (num_bytes - 1).bit_length() - 3)
+    return -(-num_bytes // step) * step + _OVERHEAD_BYTES
 
 
 class RedisBlockStore:
@@ -76,6 +92,7 @@ class RedisBlockStore:
         self._prefix = b"pwkv:{%b}:" % fingerprint[:16].hex().encode()
         self._use = self._prefix + b"use"
         self._client: Redis | None = None
+        self._connecting = asyncio.Lock()
 
     def __str__(self) -> str:
         return f"the store at {self._target}"
@@ -116,22 +133,35 @@ class RedisBlockStore:
             await self._ask(self._delete, piece)
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await close(client)
+        if self._client is not None:
+            await self._give_up(self._client)
 
     async def _ask(self, work: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Runs `work` on a client, which is given up if the server is lost; the next call finds the primary anew."""
+        client: Redis | None = None
         try:
-            if self._client is None:
-                self._client = await self._target.connect(self._use.decode(), _SOCKET_SECONDS)
-            return await work(self._client, *arguments)
+            client = await self._connected()
+            return await work(client, *arguments)
         except OutOfMemoryError as error:
             raise _ServerFull(describe(error)) from None
         except CONNECTION_ERRORS as error:
-            if not isinstance(error, ResponseError) or isinstance(error, MovedError | AskError | ReadOnlyError):
-                await self.close()
+            is_lost = not isinstance(error, ResponseError) or isinstance(error, MovedError | AskError | ReadOnlyError)
+            if is_lost and client is not None:
+                await self._give_up(client)
             raise StoreError(f"{self}: {describe(error)}") from None
+
+    async def _connected(self) -> Redis:
+        """The client of all calls."""
+        async with self._connecting:
+            if self._client is None:
+                self._client = await self._target.connect(self._use.decode(), _SOCKET_SECONDS)
+            return self._client
+
+    async def _give_up(self, client: Redis) -> None:
+        """Unless another call has done it."""
+        if self._client is client:
+            self._client = None
+            await close(client)
 
     async def _touch(self, client: Redis, names: Sequence[BlockName]) -> list[int]:
         keys = [self._use, *self._names([name.key for name in names])]
@@ -146,10 +176,17 @@ class RedisBlockStore:
         names = [name for name, _ in values]
         keys = [self._use, *self._names([name.key for name in names])]
         async with client.pipeline(transaction=True) as commands:
-            commands.eval(_BOOK, len(keys), *keys, self._max_blocks, *_times(names))
             for key, (_, value) in zip(keys[1:], values, strict=True):
-                commands.set(key, value, ex=TTL_SECONDS)
-            (num_blocks, num_evicted), *_ = await commands.execute()
+                commands.set(key, value, ex=UNBOOKED_SECONDS)
+            commands.eval(_BOOK, len(keys), *keys, self._max_blocks, *_times(names))
+            try:
+                *_, (num_blocks, num_evicted) = await commands.execute()
+            except OutOfMemoryError:  # of a SET: nothing has been done
+                raise
+            except ResponseError:  # of the booking, which does not undo the rest
+                with suppress(*CONNECTION_ERRORS):
+                    await result(client.delete(*keys[1:]))
+                raise
         return Stored(int(num_blocks), int(num_evicted))
 
     async def _make_room(self, client: Redis, num_blocks: int) -> None:

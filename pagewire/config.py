@@ -114,12 +114,19 @@ def to_toml(config: ProcessConfig, *, show_secrets: bool = False) -> str:
     for name, value in sorted(_flat(config).items()):
         if value is None:
             continue
-        if name in ("redis_url", "kv_store_url") and not show_secrets:
-            value = re.sub(r"(?<=:)[^:@/]+(?=@)", "***", str(value))
+        if not show_secrets:
+            value = _shown(name, value)
         if name in GIB_OPTIONS:
             value = f"{value}B"  # a plain number would be GiB
         lines.append(f"{name} = {json.dumps(value, default=str, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
+
+
+def _shown(name: str, value: object) -> object:
+    """Without the password, if it is a URL that may have one, however wrong it is."""
+    if name not in ("redis_url", "kv_store_url"):
+        return value
+    return re.sub(r"^([\w+.-]+://)?([^:@/]*:)?.*(?=@)", r"\1\2***", str(value), flags=re.DOTALL)
 
 
 def _flat(model: BaseModel) -> dict[str, object]:
@@ -196,4 +203,4 @@ def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
 def _describe_problem(problem: ErrorDetails, source: str) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     name = next(part for part in problem["loc"] if isinstance(part, str) and part != "engine")
-    return f"{name} = {problem['input']!r}{source}: {message[:1].lower()}{message[1:]}"
+    return f"{name} = {_shown(name, problem['input'])!r}{source}: {message[:1].lower()}{message[1:]}"

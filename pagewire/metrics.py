@@ -223,7 +223,7 @@ class WorkerMetrics:
         self._tier_events = Counter(
             "pagewire:kv_tier_events",
             "Blocks of a tier: stored, evicted, lost (gone before they were written back), failed (to be written) or "
-            "corrupt; declined: computing was cheaper than loading. Of the store failed counts questions.",
+            "corrupt; declined: computing was cheaper than loading. Of the store failed counts questions, late loads.",
             (*_LABELS, "tier", "event"),
             registry=registry,
         )

@@ -54,13 +54,6 @@ def _check_redis_url(value: object) -> object:
     return value
 
 
-def _database(url: str) -> tuple[str, str, str]:
-    """Where a Redis URL leads, whoever logs in there."""
-    parts = urlsplit(url)
-    hosts = parts.netloc.rpartition("@")[2]
-    return hosts if ":" in hosts or not hosts else f"{hosts}:6379", parts.path.strip("/") or "0", parts.query
-
-
 def _as_json(value: object) -> object:
     """A table of a configuration file, or a dict given to `LLM`, as what the flag would have."""
     return json.dumps(value) if isinstance(value, dict) else value
@@ -369,13 +362,6 @@ class WorkerConfig(ProcessConfig):
         256, "Requests that may wait; more are refused with a time to retry.", panel=_LIMITS, metavar="N", ge=1
     )
     max_queued_tokens: int = option(1_000_000, "Prompt tokens that may wait.", panel=_LIMITS, metavar="TOKENS", ge=1)
-
-    @model_validator(mode="after")
-    def _check_store(self) -> Self:
-        store = self.engine.kv_store_url
-        if store is not None and self.redis_url is not None and _database(store) == _database(self.redis_url):
-            raise ValueError("kv_store_url must name another server, or at least another database, than redis_url")
-        return self
 
     @model_validator(mode="after")
     def _check_holds(self) -> Self:

@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+import torch
+
 from engine.errors import EngineError
 from engine.kv_cache import KvCache
 from engine.memory import KvMemory
@@ -15,7 +17,7 @@ from engine.tiers.store_format import StoreFormat
 from engine.tiers.tier import Tier
 from kvstore.block_store import BlockStore
 from kvstore.redis_connection import RedisTarget, RedisUrlError
-from kvstore.redis_store import VALUE_OVERHEAD_BYTES, RedisBlockStore
+from kvstore.redis_store import RedisBlockStore, stored_bytes
 from kvstore.tier_book import TierBook
 from pagewire.config import EngineOptions
 
@@ -48,7 +50,7 @@ def _host_slots(num_bytes: int, memory: KvMemory) -> HostSlots:
 
 def _disk_tier(path: Path, num_bytes: int, memory: KvMemory, cache: KvCache, numerics_class: str) -> Tier:
     layout = memory.layout
-    name = fingerprint(cache.root, layout.layout_id, numerics_class)
+    name = fingerprint(cache.root, layout.layout_id, numerics_class, torch.__version__)
     least = FILE_HEADER_BYTES + record_bytes(layout.block_size) + layout.block_bytes
     if num_bytes < least:
         raise EngineError(f"kv_disk_size = {num_bytes} bytes: a file with one block takes {least}")
@@ -67,9 +69,9 @@ def _store(
     url: str, num_bytes: int, memory: KvMemory, cache: KvCache, numerics_class: str
 ) -> tuple[BlockStore, StoreFormat]:
     layout = memory.layout
-    name = fingerprint(cache.root, layout.layout_id, numerics_class)
+    name = fingerprint(cache.root, layout.layout_id, numerics_class, torch.__version__)
     form = StoreFormat(name, layout.block_size, layout.block_bytes)
-    least = form.value_bytes + VALUE_OVERHEAD_BYTES
+    least = stored_bytes(form.value_bytes)
     if num_bytes < least:
         raise EngineError(f"kv_store_size = {num_bytes} bytes: one block takes {least} there")
     try:

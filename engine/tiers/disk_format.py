@@ -20,6 +20,8 @@ from engine.transfer.checksum import checksum
 from kvstore.hashing import KEY_BYTES
 from kvstore.tier_block import OWNER_BYTES, TierBlock
 
+KV_VERSION = 1
+"""Raised with each change of a kernel or model after which tokens have other values: what is stored is not used."""
 FILE_HEADER_BYTES = 4096
 NO_RECORD = bytes(8)
 _FILE_MAGIC, _RECORD_MAGIC = b"PWKVTIER", b"PWKVBLCK"
@@ -30,10 +32,14 @@ _DIGEST = struct.Struct("<Q")
 _NO_PARENT = bytes(KEY_BYTES)
 
 
-def fingerprint(root: bytes, layout_id: str, numerics_class: str) -> bytes:
-    """32 bytes; equal where blocks may be exchanged and give the same tokens, bit for bit."""
-    digest = hashlib.sha256(b"pw-tier-1")
-    for part in (root, layout_id.encode(), numerics_class.encode()):
+def fingerprint(root: bytes, layout_id: str, numerics_class: str, torch_version: str) -> bytes:
+    """32 bytes; equal where blocks may be exchanged and give the same tokens, bit for bit.
+
+    Torch's version is none of it where the native kernels compute all that matters.
+    """
+    digest = hashlib.sha256(b"pw-tier-2" + struct.pack("<I", KV_VERSION))
+    torch_part = "" if "/native/" in numerics_class else torch_version
+    for part in (root, layout_id.encode(), numerics_class.encode(), torch_part.encode()):
         digest.update(struct.pack("<I", len(part)) + part)
     return digest.digest()
 

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 from engine.kv_cache import KvCache
 from engine.tiers.load import Source, TierLoad
@@ -215,9 +216,10 @@ class KvTiers:
         """Ends loads and write-back; afterwards nobody touches the pool's memory."""
         self._loaders.shutdown(wait=True, cancel_futures=False)
         self.wait_for_load(_CLOSE_SECONDS)
-        if self.store is not None:
-            self.store.close()
-        for writer in self._writers:
-            writer.stop()
-        for tier in self.tiers:
-            tier.slots.close()
+        with ExitStack() as closing:  # from the last on, each whatever happens to the others
+            for tier in self.tiers:
+                closing.callback(tier.slots.close)
+            for writer in self._writers:
+                closing.callback(writer.stop)
+            if self.store is not None:
+                closing.callback(self.store.close)

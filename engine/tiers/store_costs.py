@@ -39,3 +39,9 @@ class StoreCosts:
         """The answer what is there took `asked` seconds, and `num_blocks` were here `loaded` seconds after it."""
         self._link.observe(num_blocks * self._value_bytes, asked + loaded, 0, asked)
         self._measured_at = now
+
+    def observe_nothing(self, seconds: float, now: float) -> None:
+        """No block was here when they were given up after `seconds`: it takes longer, who knows how much. Twice that
+        must do, else a deadline of what computing takes would never teach that computing is cheaper."""
+        self._link.latency = max(self._link.latency, 2 * seconds)
+        self._measured_at = now

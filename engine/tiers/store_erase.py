@@ -1,11 +1,10 @@
 """Which blocks of a shared store an operator's word reaches, found by what the values themselves say."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.tiers.store_access import StoreAccess
 from engine.tiers.store_format import StoreFormat
-from kvstore.tier_block import TierBlock
 
 _STEP_SECONDS = 10.0
 _KEYS_PER_DELETE = 256
@@ -21,38 +20,43 @@ class Doomed:
 
 async def erase(access: StoreAccess, form: StoreFormat, doomed: Doomed) -> int:
     """Returns how many blocks went. Raises StoreError: some may be left. What is no block goes too."""
-    found: dict[bytes, TierBlock | None] = {}
+    num_erased = 0
+    parents: dict[bytes, bytes | None] = {}
     cursor = 0
     while True:
         page = await access.ask(access.store.heads(cursor, form.head_bytes), _STEP_SECONDS)
+        keys = []
         for key, head in page.heads:
-            decoded = form.decode_head(head)
-            found[key] = None if decoded is None or decoded[0].key != key else decoded[0]
+            block = form.block_of(key, head)
+            if block is not None and doomed.first is not None:
+                parents[key] = block.parent  # who continues what is known at the end
+            elif block is None or doomed.owner in (None, block.owner):
+                keys.append(key)
+        num_erased += await _delete(access, keys)
         cursor = page.next_cursor
         if not cursor:
             break
-    keys = doomed_keys(found, doomed)
+    return num_erased if doomed.first is None else num_erased + await _delete(access, keys_after(doomed.first, parents))
+
+
+async def _delete(access: StoreAccess, keys: Sequence[bytes]) -> int:
     for start in range(0, len(keys), _KEYS_PER_DELETE):
         await access.ask(access.store.delete(keys[start : start + _KEYS_PER_DELETE]), _STEP_SECONDS)
     return len(keys)
 
 
-def doomed_keys(found: Mapping[bytes, TierBlock | None], doomed: Doomed) -> list[bytes]:
-    """Of the keys of a store those that have to go, in an order in which what is left is of no use. None: not a block.
+def keys_after(first: bytes, parents: Mapping[bytes, bytes | None]) -> list[bytes]:
+    """`first` and all that continue it, in an order in which what is left is of no use. `parents` has all blocks there.
 
-    With `first`, whatever has lost a block before it goes too: nobody can tell any more whether it continues that one.
+    Whatever has lost a block before it goes too: nobody can tell any more whether it continues `first`.
     """
-    blocks = {key: block for key, block in found.items() if block is not None}
-    keys = [key for key, block in found.items() if block is None]
-    if doomed.first is None:
-        return keys + [key for key, block in blocks.items() if doomed.owner in (None, block.owner)]
     children: dict[bytes, list[bytes]] = {}
-    heads = [doomed.first]
-    for key, block in blocks.items():
-        if block.parent is not None:
-            children.setdefault(block.parent, []).append(key)
-            if block.parent not in blocks and block.parent != doomed.first:
+    heads = [first]
+    for key, parent in parents.items():
+        if parent is not None:
+            children.setdefault(parent, []).append(key)
+            if parent not in parents and parent != first:
                 heads.append(key)
     for key in heads:  # grows while it is walked
         heads += children.get(key, ())
-    return keys + [key for key in dict.fromkeys(heads) if key in blocks]
+    return [key for key in dict.fromkeys(heads) if key in parents]

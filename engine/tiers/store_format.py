@@ -37,6 +37,11 @@ class StoreFormat:
             return None
         return decode_record(head[len(self._begin) : self.head_bytes], self.block_size)
 
+    def block_of(self, key: bytes, head: bytes) -> TierBlock | None:
+        """The block `key` by the first bytes of its value; None if they are another's, or none of a block."""
+        decoded = self.decode_head(head)
+        return None if decoded is None or decoded[0].key != key else decoded[0]
+
     def copy(self, value: bytes, key: bytes, token_ids: tuple[int, ...], target: Bytes) -> str:
         """Copies the block into `target`. Returns what is not right about it, empty if all is: only then use it."""
         decoded = self.decode_head(value)

@@ -9,14 +9,15 @@ It may hang, die, be full or give back anything: a request waits for a bounded t
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine.kv_cache import KvCache
 from engine.tiers.load import TierLoad
-from engine.tiers.store_access import StoreAccess
+from engine.tiers.store_access import StoreAccess, TooSlow
 from engine.tiers.store_costs import StoreCosts
 from engine.tiers.store_erase import Doomed, erase
 from engine.tiers.store_format import StoreFormat
@@ -33,6 +34,7 @@ _MAX_LOADS = 4
 _NAMES_PER_TOUCH = 512
 _BYTES_PER_GET = 8 << 20
 _CLOSE_SECONDS = 10.0
+"""Far more than what is cancelled and a store's `close` need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +83,19 @@ class StoreTier:
 
     def wants(self, num_blocks: int) -> bool:
         """Whether to ask for so many blocks: if it has them all, that had better be cheaper than computing them."""
-        return num_blocks > 0 and not self._access.is_away and self.costs.is_cheaper(num_blocks, self._loop.time())
+        may_ask = not (self._access.is_away or self._access.is_slow)
+        return num_blocks > 0 and may_ask and self.costs.is_cheaper(num_blocks, self._loop.time())
 
     def start(self, load: TierLoad, ended: Callable[[], None]) -> None:
         """Brings what it can of `load.rest`; the load and then `ended` hear of the end, whatever happens."""
-        self._submit(self._load(load, ended))
+        settings, now = self.settings, self._loop.time()
+        until = now + self.costs.deadline(len(load.rest), now, settings.slack, settings.min_deadline)
+        self._submit(self._load(load, until, ended))
 
-    async def _load(self, load: TierLoad, ended: Callable[[], None]) -> None:
+    async def _load(self, load: TierLoad, until: float, ended: Callable[[], None]) -> None:
         try:
-            async with self._turns:
-                await self._bring(load)
+            async with self._turn(until):
+                await self._bring(load, until)
         except StoreError as error:
             logger.debug("nothing more from the store: %s", error)
         except Exception:  # a bug: what was not loaded is computed
@@ -99,23 +104,51 @@ class StoreTier:
             load.end()
             ended()
 
-    async def _bring(self, load: TierLoad) -> None:
-        settings, began = self.settings, self._loop.time()
-        until = began + self.costs.deadline(len(load.rest), began, settings.slack, settings.min_deadline)
-        depth = await self._depth(load, until)
-        asked = self._loop.time()
-        if depth and not self.costs.is_cheaper(depth, asked):
-            self.num_declined += depth
-            depth = 0
-        num_brought = 0
+    @asynccontextmanager
+    async def _turn(self, until: float) -> AsyncIterator[None]:
+        """Raises StoreError if it does not come in time."""
+        try:
+            async with asyncio.timeout_at(until):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise StoreError("too many loads at once") from None
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+    async def _bring(self, load: TierLoad, until: float) -> None:
+        """Raises StoreError; what came before that is of use, and has been measured like all else."""
+        began = asked = self._loop.time()
+        expected = self.costs.load_seconds(len(load.rest), began)
+        failed = True
+        try:
+            depth = await self._depth(load, until)
+            asked = self._loop.time()
+            if depth and not self.costs.is_cheaper(depth, asked):
+                self.num_declined += depth
+                depth = 0
+            await self._bring_first(load, depth, until)
+            failed = False
+            if depth and load.num_from_store == depth:
+                self._access.note_load()
+        except TooSlow:
+            if self._loop.time() - began >= expected:  # not if its turn came late
+                self._access.note_late()
+            raise
+        finally:
+            now = self._loop.time()
+            if failed and not load.num_from_store:
+                self.costs.observe_nothing(now - began, now)
+            else:
+                self.costs.observe(load.num_from_store, asked - began, now - asked, now)
+
+    async def _bring_first(self, load: TierLoad, depth: int, until: float) -> None:
+        """The first `depth` of the wanted blocks, or fewer."""
         most = max(1, _BYTES_PER_GET // self._form.value_bytes)
-        while num_brought < depth and not load.is_abandoned:
-            num_new = await self._bring_some(load, min(most, depth - num_brought), until)
-            if not num_new:
+        while load.num_from_store < depth and not load.is_abandoned:
+            if not await self._bring_some(load, min(most, depth - load.num_from_store), until):
                 break
-            num_brought += num_new
-        now = self._loop.time()
-        self.costs.observe(num_brought, asked - began, now - asked, now)
 
     async def _depth(self, load: TierLoad, until: float) -> int:
         """How many of the wanted blocks the store has without a gap."""
@@ -129,25 +162,25 @@ class StoreTier:
                 break
         return num_there
 
-    async def _bring_some(self, load: TierLoad, most: int, until: float) -> int:
-        """The next blocks, verified one by one; how many there are, 0 if one was not right."""
+    async def _bring_some(self, load: TierLoad, most: int, until: float) -> bool:
+        """The next blocks, verified one by one; whether all were right."""
         names = load.rest[load.num_from_store :][:most]
         values = await self._ask(self._access.store.get([name.key for name in names]), until)
         for name, value in zip(names, values, strict=True):
             if value is None:  # evicted in this moment
-                return 0
+                return False
             target = self._buffer[load.block_ids[load.num_loaded]]
             wrong = self._form.copy(value, name.key, load.token_ids_of(name), target)
             if wrong:
                 self.num_corrupt += 1
                 logger.error("tier store: block %s is corrupt: %s", name.key.hex()[:16], wrong)
                 await self._ask(self._access.store.delete([name.key]), until)
-                return 0
+                return False
             load.num_loaded += 1
-        return len(names)
+        return True
 
     async def _ask(self, work: Coroutine[Any, Any, T], until: float) -> T:
-        return await self._access.ask(work, until - self._loop.time())
+        return await self._access.ask_for_load(work, until - self._loop.time())
 
     # --- control ---
 
@@ -168,6 +201,7 @@ class StoreTier:
             "evicted": writer.num_evicted,
             "lost": writer.num_lost,
             "failed": self._access.num_failed,
+            "late": self._access.num_late,
             "corrupt": self.num_corrupt,
             "declined": self.num_declined,
         }
@@ -177,12 +211,16 @@ class StoreTier:
         return self._writer.quiesce(timeout)
 
     def close(self) -> None:
-        """When no load is under way any more. What waits is not written."""
+        """When no load is under way any more. What waits is not written. Afterwards the thread is gone, in any case."""
         self._writer.stop()
-        self._submit(self._end()).result(2 * _CLOSE_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            self._submit(self._end()).result(_CLOSE_SECONDS)
+        except Exception:  # a bug, or a store that breaks its word: nothing more is wanted of it
+            logger.exception("the store could not be closed")
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     async def _end(self) -> None:
         """Ends the writer and what is left of questions that were given up."""

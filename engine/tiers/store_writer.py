@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.kv_cache import CachedBlock, KvCache
 from engine.tiers.store_access import StoreAccess
@@ -36,10 +36,12 @@ _MAX_REMEMBERED = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Blocks `keys` of a chain; the number of the first one, if that is known."""
+    """Blocks `keys` of a chain; the number of the first one, if it is known. `is_new`: one that has just become cached,
+    else they are renewed, and probably there."""
 
     keys: Sequence[bytes]
     depth: int | None
+    is_new: bool
 
 
 class StoreWriter:
@@ -78,18 +80,20 @@ class StoreWriter:
 
     def note(self, key: bytes) -> None:
         """The block has become cached."""
-        self._add(_Job((key,), None))
+        if not self._add(_Job((key,), None, is_new=True)):
+            self.num_lost += 1
 
     def note_use(self, keys: Sequence[bytes]) -> None:
         """A request found this chain on the device: it is to stay in the store too, and comes if it is missing.
 
-        Said once a minute for each chain.
+        Said once a minute for each chain, and again if it could not be.
         """
         now = time.monotonic()
-        if now - self._renewed.get(keys[-1], float("-inf")) >= _RENEW_SECONDS:
-            self._renewed[keys[-1]] = now
-            _bound(self._renewed)
-            self._add(_Job(tuple(keys), 0))
+        with self._lock:
+            is_due = now - self._renewed.get(keys[-1], float("-inf")) >= _RENEW_SECONDS
+            if is_due and self._add(_Job(tuple(keys), 0, is_new=False)):
+                self._renewed[keys[-1]] = now
+                _bound(self._renewed)
 
     def quiesce(self, timeout: float) -> bool:
         """Waits, on another thread, until nothing is left to write; False if that took too long."""
@@ -106,29 +110,33 @@ class StoreWriter:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while names := self._take():
+            while jobs := self._take():
+                num_new = sum(job.is_new for job in jobs)
                 num_before = self.num_stored + self.num_lost
                 try:
                     async with self.turn:
-                        await self._store(names)
+                        await self._store([name for job in jobs for name in self._named(job)])
                 except StoreError:
-                    self.num_lost += len(names) - (self.num_stored + self.num_lost - num_before)
+                    self.num_lost += max(0, num_new - (self.num_stored + self.num_lost - num_before))
+                    with self._lock:
+                        self._renewed.clear()
                 except Exception:  # a bug: the store stays as it is, requests don't need it
                     logger.exception("tier store: blocks could not be written")
                 self._changed()
 
-    def _add(self, job: _Job) -> None:
+    def _add(self, job: _Job) -> bool:
+        """False if it is not taken."""
         with self._lock:
             if self._num_pending + len(job.keys) > MAX_PENDING or self._access.is_away or self._stopping:
-                self.num_lost += len(job.keys)
-                return
+                return False
             self._jobs.append(job)
             self._num_pending += len(job.keys)
             if self._num_pending == len(job.keys):
                 self._loop.call_soon_threadsafe(self._wake.set)
+        return True
 
-    def _take(self) -> list[BlockName]:
-        """The next blocks; empty, and everybody told, if there are none."""
+    def _take(self) -> list[_Job]:
+        """The next jobs; empty, and everybody told, if there are none."""
         jobs: list[_Job] = []
         num_taken = 0
         with self._lock:
@@ -137,15 +145,15 @@ class StoreWriter:
                 room = _NAMES_PER_TOUCH - num_taken
                 if len(job.keys) > room:
                     rest = None if job.depth is None else job.depth + room
-                    self._jobs.appendleft(_Job(job.keys[room:], rest))
-                    job = _Job(job.keys[:room], job.depth)
+                    self._jobs.appendleft(replace(job, keys=job.keys[room:], depth=rest))
+                    job = replace(job, keys=job.keys[:room])
                 jobs.append(job)
                 num_taken += len(job.keys)
             self._num_pending -= num_taken
             self._is_busy = bool(num_taken)
             if not num_taken:
                 self._lock.notify_all()
-        return [name for job in jobs for name in self._named(job)]
+        return jobs
 
     def _named(self, job: _Job) -> list[BlockName]:
         names = []
@@ -179,6 +187,7 @@ class StoreWriter:
             self.num_lost += min(most, len(missing) - start) - len(values)
             if values:
                 stored = await ask(store.put(values), _PUT_SECONDS)
+                self._access.note_put()
                 self.num_stored += len(values)
                 self.num_evicted += stored.num_evicted
                 self.num_blocks = stored.num_blocks

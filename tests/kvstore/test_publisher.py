@@ -373,6 +373,35 @@ def test_a_bad_url_is_named(url: str, message: str) -> None:
         RedisIndex(url, b"r" * 32)
 
 
+def test_a_password_that_is_not_encoded_is_not_shown() -> None:
+    with pytest.raises(RedisUrlError, match=r"bad Redis URL 'redis://\*\*\*@h:1/0': '/', .* must be written") as caught:
+        RedisTarget.parse("redis://me:sec/ret@h:1/0")
+    assert "sec" not in str(caught.value)
+    assert RedisTarget.parse("unix:///a@b").path == "/a@b"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ("redis://h", "redis://H:6379/0", True),
+        ("redis://u:p@h:1/2", "valkeys://h:1/2", True),
+        ("redis://[::1]", "redis://localhost:6379", True),
+        ("redis://[fe80::1]:6379", "redis://[fe80::1]", True),
+        ("redis://h:1", "redis://h:1/1", False),
+        ("redis://h:1", "redis://h:2", False),
+        ("unix:///a/b", "unix:///a//b?db=0", True),
+        ("unix:///a", "unix://:pw@/a", True),
+        ("unix:///a", "unix:///a?db=1", False),
+        ("redis+sentinel://a,b/main", "redis+sentinel://b:26379/main/0", True),
+        ("redis+sentinel://a/main", "redis+sentinel://a/other", False),
+        ("redis+cluster://a:1,b:2", "redis://b:2", True),
+    ],
+)
+def test_what_leads_to_one_database_is_known(one: str, other: str, shared: bool) -> None:
+    assert RedisTarget.parse(one).shares_database(RedisTarget.parse(other)) is shared
+    assert RedisTarget.parse(other).shares_database(RedisTarget.parse(one)) is shared
+
+
 def test_urls() -> None:
     def parse(url: str) -> tuple[object, ...]:
         target = RedisTarget.parse(url)

@@ -1,5 +1,6 @@
 """A block store on real servers: bounded, atomic, in nobody's way; whatever the server does, it is one error."""
 
+import asyncio
 import random
 import signal
 import subprocess
@@ -9,10 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from redis.asyncio import Redis
 
 from kvstore.block_store import BlockName, StoreError
 from kvstore.redis_connection import RedisTarget
-from kvstore.redis_store import RedisBlockStore
+from kvstore.redis_store import UNBOOKED_SECONDS, RedisBlockStore, stored_bytes
 from tests.kvstore.simulated import until
 from tests.valkey import PROGRAMS, Server, is_installed
 
@@ -141,6 +143,90 @@ async def test_a_server_that_is_gone_is_an_error_until_it_is_back() -> None:
             server.restart()
             assert await store.get([name(1).key]) == [None]
             assert (await store.put(values_of(chain(1, 2)))).num_blocks == 2
+
+
+async def test_calls_at_once_share_one_client_also_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind Sentinel or on a cluster, where connecting asks somebody first."""
+    num_connects = 0
+    connect = RedisTarget.connect
+
+    async def connects(target: RedisTarget, key: str, timeout: float) -> Redis:
+        nonlocal num_connects
+        num_connects += 1
+        await asyncio.sleep(0.01)
+        return await connect(target, key, timeout)
+
+    monkeypatch.setattr(RedisTarget, "connect", connects)
+    with Server() as server:
+        async with connected(server) as (store,):
+            for number in (1, 2):
+                found = await asyncio.gather(*(store.get([name(1).key]) for _ in range(8)))
+                assert found == [[None]] * 8
+                assert num_connects == number
+                server.kill()
+                found = await asyncio.gather(*(store.get([name(1).key]) for _ in range(8)), return_exceptions=True)
+                assert {type(each) for each in found} == {StoreError}
+                assert num_connects == number
+                server.restart()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_a_value_takes_no_more_than_is_counted(program: str) -> None:
+    """Debian's server has jemalloc, which takes up to a quarter more than the bytes."""
+    if not is_installed(program):
+        pytest.skip(f"{program} is not installed")
+    sizes = [1500, 70_000, 1 << 20, (1 << 20) + 1136, 1_500_000]
+    with Server(program) as server:
+        async with connected(server) as (store,):
+            for number, size in enumerate(sizes):
+                await store.put([(name(number), b"x" * size)])
+                key = b"pwkv:{%b}:%b" % (FLEET[:16].hex().encode(), name(number).key)
+                taken = server.command("MEMORY", "USAGE", key)
+                assert isinstance(taken, int)
+                assert size < taken <= stored_bytes(size) < 1.25 * size + 1024
+
+
+ACL = (
+    "~pwkv:*", "+eval", "+time", "+pexpire", "+zadd", "+zrem", "+zcard", "+zpopmin", "+del", "+set", "+mget", "+scan",
+    "+getrange", "+multi", "+exec", "+select",
+)  # fmt: skip
+"""What docs/tiers.md says that a user of the store needs."""
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_what_cannot_be_booked_does_not_stay(program: str) -> None:
+    """A user who may not evict would else fill the server."""
+    if not is_installed(program):
+        pytest.skip(f"{program} is not installed")
+    with Server(program) as server:
+        server.command("ACL", "SETUSER", "all", "on", ">pw", *ACL)
+        server.command("ACL", "SETUSER", "some", "on", ">pw", *ACL, "-zpopmin")
+        server.command("ACL", "SETUSER", "few", "on", ">pw", *ACL, "-zpopmin", "-del")
+        url = f"redis://{{}}:pw@127.0.0.1:{server.port}/1"
+        stores = [RedisBlockStore(RedisTarget.parse(url.format(user)), FLEET, 4) for user in ("all", "some", "few")]
+        most, some, few = stores
+        for start in (1, 11):
+            assert (await most.put(values_of(chain(start, 4)))).num_blocks == 4
+        assert await most.touch(chain(11, 4)) == [True] * 4
+        with pytest.raises(StoreError, match=r"zpopmin|user executing the script can.t run this command"):
+            await some.put(values_of(chain(21, 4)))
+        assert await keys_in(most) == {11, 12, 13, 14}
+        with pytest.raises(StoreError, match=r"zpopmin|user executing the script can.t run this command"):
+            await few.put(values_of(chain(21, 4)))
+        assert await most.get([name(21).key]) == [b"\x15" * 40]
+        prefix = b"pwkv:{%b}:" % FLEET[:16].hex().encode()
+        for number, least, longest in ((11, UNBOOKED_SECONDS, 86400), (21, 0, UNBOOKED_SECONDS)):
+            ttl = await _ttl(f"{server.url}/1", prefix + name(number).key)
+            assert least < ttl <= longest
+        await most.delete([name(number).key for number in range(1, 30)])
+        assert await keys_in(most) == set()
+        for store in stores:
+            await store.close()
+
+
+async def _ttl(url: str, name: bytes) -> int:
+    async with Redis.from_url(url) as client:
+        return int(await client.ttl(name))
 
 
 async def test_what_is_no_value_of_ours_is_an_error_or_not_seen() -> None:

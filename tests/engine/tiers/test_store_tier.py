@@ -2,26 +2,32 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import redis
 
 from engine.rates import Rate
-from engine.tiers.store_erase import Doomed, doomed_keys
+from engine.tiers.load import TierLoad
+from engine.tiers.store_erase import keys_after
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.store_tier import StoreSettings, StoreTier
 from engine.tiers.store_writer import MAX_PENDING
-from kvstore.block_store import BlockName, BlockStore, Stored, StoreError
+from kvstore.block_store import BlockName, BlockStore, Heads, Stored, StoreError
 from kvstore.redis_connection import RedisTarget
 from kvstore.redis_store import RedisBlockStore
-from kvstore.tier_block import TierBlock, owner_of
+from kvstore.tier_block import owner_of
+from tests.certificates import make_authority, make_certificate
 from tests.engine.harness import Harness, prompt_of
-from tests.valkey import Server
+from tests.ports import free_port
+from tests.valkey import Server, is_installed
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -66,12 +72,13 @@ def worker(
     model: bytes = MODEL,
     max_blocks: int = 1000,
     wrap: Callable[[BlockStore], BlockStore] = lambda store: store,
+    url: str | None = None,
     **more: int,
 ) -> Iterator[Worker]:
     """Checked at the end, as a worker that shuts down is."""
 
     def make(block_size: int, block_bytes: int) -> tuple[BlockStore, StoreFormat]:
-        store = RedisBlockStore(RedisTarget.parse(server.url), model, max_blocks)
+        store = RedisBlockStore(RedisTarget.parse(url or server.url), model, max_blocks)
         return wrap(store), StoreFormat(model, block_size, block_bytes)
 
     harness = Worker(num_blocks=16, store=make, **more)
@@ -215,7 +222,7 @@ class Gate:
         await self._wait("put")
         return await self._store.put(values)
 
-    async def heads(self, cursor: int, num_bytes: int):  # type: ignore[no-untyped-def]
+    async def heads(self, cursor: int, num_bytes: int) -> Heads:
         return await self._store.heads(cursor, num_bytes)
 
     async def delete(self, keys: Sequence[bytes]) -> None:
@@ -322,6 +329,110 @@ def test_a_frozen_server_holds_up_nobody_for_long(server: Server, caplog: pytest
             os.kill(server.pid, signal.SIGCONT)
         harness.tier.settings = StoreSettings(min_deadline=WAIT)
         _until_it_loads(harness)
+
+
+@pytest.mark.skipif(not (is_installed("redis-server") and shutil.which("openssl")), reason="nobody speaks TLS here")
+def test_closing_beside_a_frozen_server_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers the TLS good-bye."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(make_authority(tmp_path)))
+    certificate, key = make_certificate(tmp_path, "server")
+    port = free_port()
+    files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no")
+    with Server("redis-server", ("--tls-port", str(port), *files)) as server:
+        try:
+            with worker(server, url=f"rediss://127.0.0.1:{port}") as harness:
+                harness.ask_and_run("first")
+                harness.cache.reset()
+                assert harness.ask_and_run("again") == {"store": 20}
+                os.kill(server.pid, signal.SIGSTOP)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+    assert not _store_threads()
+
+
+def test_a_store_that_cannot_be_closed_holds_up_nothing_else(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Gate):
+        async def close(self) -> None:
+            await super().close()
+            raise RuntimeError("broken")
+
+    with worker(server, wrap=lambda store: Broken(store, ""), num_host_blocks=3) as harness:
+        harness.ask_and_run("first")
+    assert "could not be closed" in caplog.text
+    assert not _store_threads()
+
+
+def test_the_rest_is_closed_when_something_cannot_be(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    with worker(server, num_host_blocks=3) as harness:
+        assert harness.tiers is not None
+        close_store, close_slots = harness.tier.close, harness.tiers.tiers[0].slots.close
+
+        def fail() -> None:
+            close_store()
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(harness.tier, "close", fail)
+        monkeypatch.setattr(harness.tiers.tiers[0].slots, "close", lambda: (closed.append(1), close_slots()))
+        with pytest.raises(RuntimeError, match="broken"):
+            harness.tiers.close()
+        assert closed
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("tier-")]
+        monkeypatch.undo()
+        harness.tiers = None
+
+
+def _store_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tier-store"]
+
+
+def test_a_store_that_is_too_slow_is_learned_and_still_written(server: Server) -> None:
+    """Its quick answers what is there do not hide that blocks do not come."""
+    gates: list[Gate] = []
+
+    def wrap(store: BlockStore) -> BlockStore:
+        gates.append(Gate(store, "get"))
+        return gates[0]
+
+    with worker(server) as first, worker(server, wrap=wrap) as second:
+        first.ask_and_run("first")
+        second.tier.settings = StoreSettings(min_deadline=0.2, slack=1e-9)
+        assert second.ask_and_run("too slow") == {}
+        gates[0].may_go_on.set()
+        assert second.tier.costs.load_seconds(1, time.monotonic()) >= 0.4
+        events = second.tier.counts()[1]
+        assert (events["late"], events["failed"]) == (1, 0)
+        second.ask_and_run("another", prompt_of(22, salt=40))
+        assert second.tier.counts()[1]["stored"] >= 5
+
+
+def test_the_wait_for_a_turn_is_in_the_deadline(server: Server) -> None:
+    """Who comes while four others load waits no longer than it may."""
+    gates: list[Gate] = []
+
+    def wrap(store: BlockStore) -> BlockStore:
+        gates.append(Gate(store, "get"))
+        return gates[0]
+
+    with worker(server) as first, worker(server, wrap=wrap) as second:
+        first.ask_and_run("first")
+        loads = []
+        for _ in range(5):
+            block_ids = second.cache.allocate(1)
+            assert block_ids is not None
+            names = [BlockName(second.cache.keys_for(PROMPT)[0], 0)]
+            loads.append(TierLoad(second.cache, [], block_ids, names, PROMPT))
+        for load in loads[:4]:
+            second.tier.start(load, lambda: None)
+        second.tier.settings = StoreSettings(min_deadline=0.1, slack=1e-9)
+        second.tier.start(loads[4], lambda: None)
+        loads[4].done.result(WAIT / 2)
+        assert not any(load.is_done for load in loads[:4])
+        gates[0].may_go_on.set()
+        for load in loads:
+            load.done.result(WAIT)
+            load.abandon()
+        assert [load.num_loaded for load in loads] == [1, 1, 1, 1, 0]
 
 
 def _until_it_loads(harness: Worker) -> None:
@@ -432,6 +543,8 @@ def test_an_erasure_waits_for_what_is_being_written(server: Server) -> None:
         harness.cache.reset()
         assert harness.tiers is not None
         cleared = operator.submit(harness.tiers.clear)
+        with pytest.raises(TimeoutError):
+            cleared.result(0.3)
         gates[0].may_go_on.set()
         assert cleared.result(WAIT) >= 1
         assert harness.tier.quiesce(WAIT)
@@ -467,15 +580,59 @@ def test_a_store_that_is_slow_is_not_written_more_than_it_takes(server: Server) 
         assert harness.tier.quiesce(WAIT)
 
 
+def test_a_renewal_that_was_dropped_is_no_loss_and_is_tried_again() -> None:
+    """It is there, and may be said again at once when the store is back."""
+    with Server() as server, worker(server) as harness:
+        harness.ask_and_run("first")
+        keys = harness.cache.keys_for(PROMPT)[:5]
+        num_lost = harness.tier.counts()[1]["lost"]
+        server.kill()
+        for _ in range(2):  # fails, then is not even taken
+            harness.tier.note_use(keys)
+            assert harness.tier.quiesce(WAIT)
+        assert harness.tier.counts()[1]["failed"] >= 1
+        assert harness.tier.counts()[1]["lost"] == num_lost
+        server.restart()
+        until = time.monotonic() + WAIT
+        while len(values(server)) < 5:
+            assert time.monotonic() < until, "it is never renewed"
+            harness.tier.note_use(keys)
+            time.sleep(0.05)
+
+
 def test_what_has_lost_its_beginning_goes_with_a_prefix() -> None:
     """Nobody can tell whether block 4 continues the block that is erased: block 3 is gone."""
     chain = [bytes([number]) * 32 for number in range(6)]
-    found: dict[bytes, TierBlock | None] = {
-        key: TierBlock(key, chain[number - 1] if number else None, (number,)) for number, key in enumerate(chain)
-    }
-    other = TierBlock(b"o" * 32, None, (9,))
-    del found[chain[3]]
-    found |= {other.key: other, b"rubbish": None}
-    assert doomed_keys(found, Doomed(first=chain[1])) == [b"rubbish", chain[1], chain[4], chain[2], chain[5]]
-    assert doomed_keys(found, Doomed(first=chain[5])) == [b"rubbish", chain[5], chain[4]]
-    assert set(doomed_keys(found, Doomed())) == set(found)
+    parents = {key: chain[number - 1] if number else None for number, key in enumerate(chain)}
+    del parents[chain[3]]
+    parents[b"o" * 32] = None
+    assert keys_after(chain[1], parents) == [chain[1], chain[4], chain[2], chain[5]]
+    assert keys_after(chain[5], parents) == [chain[5], chain[4]]
+
+
+def test_an_erasure_holds_a_page_at_a_time(server: Server) -> None:
+    """What is found is deleted before the next is looked for, except for a prefix."""
+    calls: list[str] = []
+
+    class Watched(Gate):
+        async def heads(self, cursor: int, num_bytes: int) -> Heads:
+            calls.append("heads")
+            return await super().heads(cursor, num_bytes)
+
+        async def delete(self, keys: Sequence[bytes]) -> None:
+            assert len(keys) <= 256
+            calls.append("delete")
+            await super().delete(keys)
+
+    with worker(server, wrap=lambda store: Watched(store, "")) as harness:
+        harness.ask_and_run("first")
+        value = server.command("GET", name_of(harness, 0))
+        assert isinstance(value, bytes)
+        prefix = name_of(harness, 0)[:-32]
+        with redis.Redis(port=server.port, protocol=2) as client:
+            client.mset({prefix + number.to_bytes(32, "big"): value for number in range(3000)})
+        assert harness.tiers is not None
+        assert harness.tiers.clear(owner_of("nobody")) == 3000, "they are not what their names say"
+        assert calls.index("delete") < max(i for i, call in enumerate(calls) if call == "heads")
+        assert harness.tiers.clear() >= 5
+        assert values(server) == []

@@ -48,6 +48,23 @@ def test_cold_and_warm_from_the_tier_are_equal(tiny_model: Callable[..., Path]) 
     cold.close()
 
 
+def test_the_memory_goes_even_if_a_tier_cannot_be_closed(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(_options(tiny_model("llama"), kv_offloading_size="1MiB"))
+    assert engine.tiers is not None
+    close = engine.tiers.close
+
+    def fail() -> None:
+        close()
+        raise OSError("broken")
+
+    monkeypatch.setattr(engine.tiers, "close", fail)
+    with pytest.raises(OSError, match="broken"):
+        engine.close()
+    assert engine.memory.buffer.shape[0] == 0
+
+
 def test_reset_prefix_cache_reaches_the_tier(tiny_model: Callable[..., Path]) -> None:
     engine = Engine(_options(tiny_model("llama"), kv_offloading_size="1MiB"))
     assert engine.tiers is not None
