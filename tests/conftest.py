@@ -146,5 +146,4 @@ async def no_task_is_left(request: pytest.FixtureRequest) -> AsyncIterator[None]
             return
         if time.monotonic() > deadline:
             pytest.fail(f"tasks left behind: {[t.get_coro() for t in left]}")
-        gc.collect()  # grpc.aio: what reads the requests of a call that has ended goes with the call
         await asyncio.sleep(0.02)
