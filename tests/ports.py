@@ -5,6 +5,7 @@ lie below the kernel's range, and each test process has a part of its own.
 """
 
 import os
+import random
 from itertools import count
 from pathlib import Path
 
@@ -23,15 +24,16 @@ def _kernels_lowest() -> int:
 
 
 def _own_ports() -> range:
-    """This process's ports: by the number of its pytest worker, and by its parent for two runs at a time."""
+    """This process's ports. The workers of one pytest are sure to have different ones, other processes likely so."""
     num_parts = max(1, (_kernels_lowest() - _LOWEST) // _PORTS_PER_PROCESS)
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    first = _LOWEST + (os.getppid() + worker) % num_parts * _PORTS_PER_PROCESS
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    number = os.getpid() if worker is None else os.getppid() + int(worker.removeprefix("gw"))
+    first = _LOWEST + number % num_parts * _PORTS_PER_PROCESS
     return range(first, first + _PORTS_PER_PROCESS)
 
 
 _own = _own_ports()
-_turn = count()
+_turn = count(random.randrange(_PORTS_PER_PROCESS))  # of two processes with one part
 
 
 def free_ports(num_ports: int) -> int:
