@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvstore.kv_groups import KvGroups
+
 Backing = Literal["private", "memfd"]
 
 _CPU = torch.device("cpu")
@@ -18,7 +20,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The order of one block's cells: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]."""
+    """The order of one block's cells: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim].
+
+    Of a model with several KV groups a block has the layers of one group: `num_layers` are those of a group.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -48,6 +53,8 @@ class KvMemory:
     buffer         uint8 [num_blocks, block_bytes], at `address`; with "memfd" also reachable through `fd`
     generations    uint64 [num_blocks], raised by the block pool whenever it hands the block out
 
+    `layer_groups` has the KV group of each of the model's layers.
+
     On another device than the CPU only `blocks` are there: `buffer`, which planes and tiers read, is empty.
 
     "private" is anonymous memory in huge pages where the system gives them; "memfd" is shared memory, which often can't
@@ -55,8 +62,14 @@ class KvMemory:
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, backing: Backing = "private", device: torch.device = _CPU
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        backing: Backing = "private",
+        device: torch.device = _CPU,
+        groups: KvGroups | None = None,
     ) -> None:
+        """`groups`: those of the model's layers; None: one with the layout's layers."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.backing = backing
@@ -73,9 +86,14 @@ class KvMemory:
             )
         self.blocks: Tensor = flat.view(num_blocks, *layout.block_shape)
         # Made once: a pair of views costs 10 us, in each layer of each step.
-        self._layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
-            (self.blocks[:, layer, 0], self.blocks[:, layer, 1]) for layer in range(layout.num_layers)
-        )
+        views = [(self.blocks[:, layer, 0], self.blocks[:, layer, 1]) for layer in range(layout.num_layers)]
+        own = () if groups is None else groups.groups
+        num_layers = sum(len(group.layers) for group in own) or layout.num_layers
+        places = [
+            groups.place(layer) if groups is not None and own[0].layers else (0, layer) for layer in range(num_layers)
+        ]
+        self._layers: tuple[tuple[Tensor, Tensor], ...] = tuple(views[number] for _, number in places)
+        self.layer_groups: tuple[int, ...] = tuple(group for group, _ in places)
 
     @property
     def address(self) -> int:
