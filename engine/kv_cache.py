@@ -49,6 +49,8 @@ class KvCache:
         self.root = root
         self.block_size = block_size
         self.groups = KvGroups(block_size=block_size) if groups is None else groups
+        self.capacity = self.groups.capacity(pool.num_blocks)
+        """The pool's size in blocks of a prompt; the number of its blocks if there is one KV group."""
         self._pool = pool
         self._lock = threading.Lock()
         self._journal = KvJournal(first_seq=1 + secrets.randbits(48))
@@ -59,6 +61,11 @@ class KvCache:
     @property
     def num_blocks(self) -> int:
         return self._pool.num_blocks
+
+    @property
+    def free_capacity(self) -> int:
+        """What is free, in the units of `capacity`."""
+        return self.num_free if self.groups.is_plain else self.num_free * self.capacity // self.num_blocks
 
     @property
     def enable_caching(self) -> bool:

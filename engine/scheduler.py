@@ -179,7 +179,7 @@ class Scheduler:
             most = min(budget, self._most_drafts(sequence))
             drafts = speculator.propose(sequence, most, len(self._queues.running))
             end = sequence.num_tokens + len(drafts)
-            spare = self._cache.num_free - len(decodes)
+            spare = self._cache.num_free - len(decodes) * len(self._cache.groups)
             if drafts and self._tables.num_missing(sequence, end) <= spare:
                 self._tables.grow(sequence, end, step.copies)
                 step.add_draft(sequence, drafts)

@@ -113,12 +113,12 @@ class KvGroups:
         window, chunk = self.groups[group].window, max(self.max_chunk, self.block_size)
         return None if window is None else (window - 1 + chunk + self.block_size - 2) // self.block_size + 1
 
-    def num_pool_blocks(self, num_tokens: int) -> int:
-        """The most blocks of the pool that a sequence holds on its way to `num_tokens` tokens."""
+    def num_pool_blocks(self, num_tokens: int, num_sequences: int = 1) -> int:
+        """The most blocks of the pool that sequences of `num_tokens` tokens together hold on their way there."""
         num_blocks, total = self.num_blocks_for(num_tokens), 0
         for group in range(len(self.groups)):
             most = self.most_held(group)
-            total += num_blocks if most is None else min(num_blocks, most)
+            total += num_blocks if most is None else min(num_blocks, most * num_sequences)
         return total
 
     def num_hit_blocks(self, depth: int) -> int:

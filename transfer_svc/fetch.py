@@ -155,7 +155,8 @@ class PrefixFetcher:
         tokens = token_ids[: (len(token_ids) - 1) // size * size]
         prefix = VerifiedPrefix(tokens, self._host, self._reservations, self._worker_metrics)
         try:
-            await prefix.match(cache_salt, adapter)
+            await prefix.match(cache_salt, adapter, as_hit=True)
+            num_before = prefix.num_blocks
             self.count_loaded(prefix)
             await self._wait_for_flights(prefix)
             stop = min(len(prefix.keys), max((source.num_blocks for source in sources), default=0))
@@ -171,7 +172,7 @@ class PrefixFetcher:
                 flight.set()
             if prefix.num_blocks < stop:
                 self.metrics.unfetched(reason, (stop - prefix.num_blocks) * size)
-            return len(prefix.arrivals) * size + prefix.num_loaded_tokens
+            return (prefix.num_blocks - num_before) * size + prefix.num_loaded_tokens
         finally:
             prefix.release()
 
@@ -226,7 +227,8 @@ class PrefixFetcher:
     ) -> tuple[_Offer | None, str]:
         """The largest saving; or None and why there is none (empty: nobody has more)."""
         size, settings, here = self._cache.block_size, self.settings, prefix.num_blocks
-        room = self._cache.num_free - self._host.load.num_running - max(0, self._num_lacking())
+        num_growing = self._host.load.num_running * len(self._cache.groups)
+        room = self._cache.num_free - num_growing - max(0, self._num_lacking())
         now = asyncio.get_running_loop().time()
         planes = {peer.endpoint: peer.plane for peer in self._peers.connected()}
         best: _Offer | None = None
@@ -235,9 +237,10 @@ class PrefixFetcher:
             stop = min(source.num_blocks, len(prefix.keys))
             if stop <= here:
                 continue
-            gain = min(stop - here, room)
+            gain = prefix.deepest(stop, room) - here
+            num_bytes = prefix.num_lacking(here + gain) * self._block_bytes
             compute = self.rates.compute_seconds(gain * size)
-            fetch = self.rates.fetch_seconds(source.endpoint, planes.get(source.endpoint), gain * self._block_bytes)
+            fetch = self.rates.fetch_seconds(source.endpoint, planes.get(source.endpoint), num_bytes)
             if self._avoided.get((source.endpoint, source.incarnation), now) > now:
                 reasons.append("avoided")
             elif not always and (stop - here) * size < settings.min_tokens:
@@ -266,6 +269,7 @@ class PrefixFetcher:
         try:
             async with peer.while_it_answers():
                 attached = await asyncio.shield(asking)
+                prefix.aim(attached.num_blocks)
                 prefix.cover(attached.num_blocks * self._cache.block_size)
                 await self._pull(prefix, peer, attached)
         except PagewireError as error:
