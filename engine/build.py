@@ -124,7 +124,7 @@ def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: boo
             name
             for name, is_there in {
                 "disable_hybrid_kv_cache_manager": options.disable_hybrid_kv_cache_manager,
-                "a draft model, whose KV has the blocks of the served one's": has_draft,
+                "the draft model's KV has their blocks too": has_draft and None not in config.layer_windows,
                 "kv_offloading_size": options.kv_offloading_size is not None,
                 "kv_disk_path": options.kv_disk_path is not None,
                 "kv_store_url": options.kv_store_url is not None,

@@ -116,7 +116,12 @@ class PrefixFetcher:
         """False if `fetch` would do nothing."""
         longest = max((source.num_blocks for source in sources), default=0)
         is_on = self.settings.mode != "off" and self._cache.enable_caching
-        return is_on and longest * self._cache.block_size >= self.settings.min_tokens
+        return is_on and self._keeps_what_comes and longest * self._cache.block_size >= self.settings.min_tokens
+
+    @property
+    def _keeps_what_comes(self) -> bool:
+        """Not where all layers have windows: only a chain's end would come, and nobody finds it without its beginning."""
+        return self._cache.groups.groups[0].window is None
 
     async def fetch(
         self,
@@ -133,7 +138,7 @@ class PrefixFetcher:
         Nothing but a cancellation is raised. The last token is computed in any case, so it is not fetched. Afterwards
         no reference and no ticket is held. `always`: somebody asks for it, whatever computing would cost.
         """
-        if not always and not self.wants(sources):
+        if not (self._keeps_what_comes if always else self.wants(sources)):
             return 0
         try:
             return await self._fetch(request_id, token_ids, cache_salt, sources, adapter, always)
@@ -257,7 +262,7 @@ class PrefixFetcher:
     async def _transfer(self, prefix: VerifiedPrefix, tokens: Sequence[int], offer: _Offer) -> None:
         """Raises _Failed. What came is counted, and measured, whatever happens."""
         source, clock = offer.source, asyncio.get_running_loop().time
-        started_at, num_before = clock(), len(prefix.arrivals)
+        started_at, num_before, num_tokens_before = clock(), len(prefix.arrivals), prefix.num_arrived_tokens
         try:
             peer = await self._peers.get(source.endpoint, source.incarnation)
         except PagewireError as error:
@@ -279,7 +284,8 @@ class PrefixFetcher:
             self._spawn(self._give_back(peer, asking), "prefix-release")
             arrivals = prefix.arrivals[num_before:]
             if arrivals or not is_unused:
-                self._observe(source, peer, arrivals, connected_at, clock())
+                num_tokens = prefix.num_arrived_tokens - num_tokens_before
+                self._observe(source, peer, arrivals, num_tokens, connected_at, clock())
         logger.debug("%d blocks from %s in %.3f s", len(arrivals), source.worker_id, clock() - started_at)
 
     async def _pull(self, prefix: VerifiedPrefix, peer: Peer, attached: AttachedPrefix) -> None:
@@ -319,7 +325,13 @@ class PrefixFetcher:
             self._peers.put_back(peer)
 
     def _observe(
-        self, source: PrefixSource, peer: Peer, arrivals: Sequence[float], started_at: float, now: float
+        self,
+        source: PrefixSource,
+        peer: Peer,
+        arrivals: Sequence[float],
+        num_tokens: int,
+        started_at: float,
+        now: float,
     ) -> None:
         num_blocks, size = len(arrivals), self._block_bytes
         first_at = arrivals[0] if arrivals else now
@@ -329,7 +341,6 @@ class PrefixFetcher:
             num_blocks * size, last_at - started_at, num_first * size, first_at - started_at
         )
         if num_blocks:
-            num_tokens = num_blocks * self._cache.block_size
             self.metrics.fetched(source.role, num_blocks, num_tokens, num_blocks * size)
 
     def _note_failure(self, request_id: str, source: PrefixSource, failed: _Failed, num_tokens: int) -> None:

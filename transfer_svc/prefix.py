@@ -41,6 +41,7 @@ class VerifiedPrefix:
         self, token_ids: Sequence[int], host: EngineHost[Any], reservations: Reservations, metrics: WorkerMetrics
     ) -> None:
         self.arrivals: list[float] = []  # when each pulled block came, by the event loop's clock
+        self.num_arrived_tokens = 0  # those of the pulled blocks of KV group 0
         self.loaded: tuple[tuple[str, int], ...] = ()  # tokens that this worker's tiers had, by tier
         self._token_ids = token_ids
         self._host = host
@@ -317,6 +318,7 @@ class VerifiedPrefix:
                 )
             self._tables[group].append(block_id)
             self.arrivals.append(now)
+        self.num_arrived_tokens += 0 if group else len(block_ids) * size
         self._host.flush_events()
         self._metrics.transfer_blocks.inc(len(block_ids))
         self._metrics.transfer_bytes.inc(len(block_ids) * block_bytes(self._host.memory))

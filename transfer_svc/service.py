@@ -107,7 +107,7 @@ class KvTransferServicer:
             ticket=ticket.name,
             epoch=ticket.epoch,
             lease_ms=round(ticket.lease_seconds * 1000),
-            num_blocks=ticket.num_blocks,
+            num_blocks=ticket.num_tokens // block_size,
         )
 
     async def Pull(self, request: transfer_pb2.PullRequest, context: _Context) -> AsyncIterator[bytes]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.request import EngineRequest, TokenOutput
+from engine.request import ChoiceState, EngineRequest, TokenOutput
 from kvstore.kv_groups import RELEASED
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
@@ -18,7 +18,6 @@ GREEDY = SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True, logprob
 SAMPLED = SamplingParams(max_tokens=9, seed=11, n=3, top_p=0.9, ignore_eos=True, logprobs=3)
 LENGTHS = (3, 15, 16, 17, 33, 48, 75)
 PROMPTS = [[5 + (11 * i + 7 * salt + i * i) % 290 for i in range(length)] for salt, length in enumerate(LENGTHS)]
-SLIDING = {"layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma3", {}),
     "mistral": ("mistral", {}),  # every layer slides
@@ -90,8 +89,17 @@ def test_groups_of_layers(build: Callable[..., Engine], name: str) -> None:
     assert off.root != engine.root
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("chunk", [3, 16, 64])
+LATER = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        ("gemma", 16),
+        ("mistral", 3),
+        *(pytest.param(name, chunk, marks=LATER) for name in MODELS for chunk in (3, 16, 64)),
+    ],
+)
 def test_the_same_bits_with_and_without(build: Callable[..., Engine], name: str, chunk: int) -> None:
     on = build(name, max_num_batched_tokens=chunk, max_num_seqs=3)
     off = build(name, disable_hybrid_kv_cache_manager=True)
@@ -100,7 +108,7 @@ def test_the_same_bits_with_and_without(build: Callable[..., Engine], name: str,
         assert run(on, PROMPTS, params) == run(off, PROMPTS, params), "now out of the cache"
 
 
-@pytest.mark.parametrize("window", [1, 2, 4, 5, 8, 9, 64, 200])
+@pytest.mark.parametrize("window", [4, *(pytest.param(w, marks=LATER) for w in (1, 2, 3, 5, 8, 9, 64, 200))])
 def test_windows_around_the_block_size(build: Callable[..., Engine], window: int) -> None:
     """Smaller than, equal to and larger than a block, a chunk and the prompts."""
     on = build(window=window, max_num_batched_tokens=8, max_num_seqs=2)
@@ -118,3 +126,36 @@ def test_tokens_are_hugging_faces(build: Callable[..., Engine]) -> None:
             torch.tensor([prompt]), max_new_tokens=13, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert output[0] == expected[0, len(prompt) :].tolist()
+
+
+def test_a_long_sequence_fits_a_small_pool(build: Callable[..., Engine]) -> None:
+    """With groups the pool that held 40 tokens of every layer holds far more, and says so at the start."""
+    sizes = build(disable_hybrid_kv_cache_manager=True)
+    small = {"kv_cache_memory_bytes": 12 * sizes.memory.layout.block_bytes, "max_num_batched_tokens": 8}
+    off, on = build(disable_hybrid_kv_cache_manager=True, **small), build(**small)
+    assert (off.max_model_len, on.max_model_len) == (48, 96)
+    prompt = [5 + (7 * i + i * i) % 290 for i in range(70)]
+    assert on.generate([prompt, prompt[3:]], GREEDY) == sizes.generate([prompt, prompt[3:]], GREEDY)
+
+
+@pytest.mark.parametrize("name", ["gemma", "mistral"])
+def test_speculation_and_migration(build: Callable[..., Engine], name: str) -> None:
+    """Drafts look ahead and are rolled back; a request goes on elsewhere with its output so far."""
+    speculative = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+    on, off = build(name, speculative_config=speculative), build(name, disable_hybrid_kv_cache_manager=True)
+    prompt = 4 * [7, 9, 30, 7, 11, 12]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logit_bias={40: 30.0, 50: 30.0})
+    expected = off.generate([prompt], params)[0][0]
+    assert on.generate([prompt], params)[0][0] == expected
+    state = ChoiceState(0, tuple(expected[:25]))
+    on.add(EngineRequest("moved", tuple(prompt), params, choices=(state,)))
+    tokens: list[int] = []
+    while on.has_work:
+        tokens += [token.token_id for token in on.step().tokens]
+    assert tokens == expected[25:]
+
+
+def test_what_says_no_to_groups(build: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = build(kv_offloading_size=1 << 20)
+    assert engine.kv_cache.groups.is_plain
+    assert "layers with a window keep the KV of the whole sequence: kv_offloading_size" in caplog.text

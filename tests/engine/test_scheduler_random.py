@@ -220,7 +220,7 @@ WINDOWS = ((None, 5, 5), (5,), (None, 1), (None, None, 9, 9), (8,), (3, 7, None)
 @settings(max_examples=120, deadline=None)
 @given(seed=SEEDS, speculates=st.booleans(), windows=st.sampled_from(WINDOWS))
 def test_tokens_equal_the_oracle_with_windows(seed: int, speculates: bool, windows: tuple[int | None, ...]) -> None:
-    """Each KV group shows each token what its window covers, whatever was given back, shared, preempted or rolled back."""
+    """Each KV group shows each token what its window covers, whatever was given back, shared or rolled back."""
     _run_workload(seed, speculates=speculates, windows=windows)
 
 
