@@ -120,7 +120,7 @@ class PrefixFetcher:
 
     @property
     def _keeps_what_comes(self) -> bool:
-        """Not where all layers have windows: only a chain's end would come, and nobody finds it without its beginning."""
+        """Not where all layers slide: only a chain's end would come, and nobody finds it without its beginning."""
         return self._cache.groups.groups[0].window is None
 
     async def fetch(
