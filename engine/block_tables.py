@@ -20,6 +20,7 @@ class BlockTables:
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
         self._groups = cache.groups
+        self._is_plain, self._slides = cache.groups.is_plain, cache.groups.slides  # asked at each token
         self._block_size = cache.block_size
         self._copy_sources: list[int] = []
 
@@ -50,7 +51,7 @@ class BlockTables:
     def give_up(self, sequence: Sequence, num_releases: int, promised: int) -> None:
         """Gives back what `match` has found and notes why; `num_releases` are those before the look-up."""
         most, num_missing = self.most_cached(sequence), self.num_missing_on_the_way(sequence)
-        num_cached = len(sequence.block_table) if self._groups.is_plain else self._cache.num_cached_keys(sequence.keys)
+        num_cached = len(sequence.block_table) if self._is_plain else self._cache.num_cached_keys(sequence.keys)
         next_key = sequence.keys[num_cached] if num_cached < most else None
         sequence.attempt = Attempt(num_missing, next_key, num_releases + self.free(sequence), promised)
 
@@ -75,9 +76,14 @@ class BlockTables:
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks to allocate before the tokens up to `num_tokens` can be computed, copies on write included."""
-        missing = sum(max(0, lacking) for lacking in self._lacking(sequence, num_tokens))
+        if self._is_plain:
+            missing = max(0, self._cache.num_blocks_for(num_tokens) - len(sequence.block_table))
+        else:
+            missing = sum(max(0, lacking) for lacking in self._lacking(sequence, num_tokens))
         if sequence.load is not None:
             missing = max(0, missing - len(sequence.load.block_ids))
+        if self._is_plain:
+            return missing + self._is_shared_partial(sequence, sequence.block_table)
         return missing + sum(self._is_shared_partial(sequence, table) for table in sequence.tables)
 
     def num_missing_on_the_way(self, sequence: Sequence) -> int:
@@ -85,7 +91,7 @@ class BlockTables:
 
         A group that slides gives back blocks on the way, so it never lacks more than its window and a chunk take.
         """
-        if self._groups.is_plain:
+        if self._is_plain:
             return self.num_missing(sequence, sequence.num_tokens)
         lengths = [len(table) for table, _ in zip_longest(sequence.tables, self._groups.groups, fillvalue=())]
         total = sum(self._is_shared_partial(sequence, table) for table in sequence.tables)
@@ -111,7 +117,7 @@ class BlockTables:
         if allocated is None:
             return False
         fresh, at = iter(allocated), sequence.num_computed_tokens // self._block_size
-        if not self._groups.is_plain:
+        if not self._is_plain:
             self._put_empty(sequence)
         for table, lacking in zip(sequence.tables, self._lacking(sequence, num_tokens), strict=True):
             if self._is_shared_partial(sequence, table):
@@ -124,7 +130,7 @@ class BlockTables:
 
     def reserve(self, sequence: Sequence) -> bool:
         """Room for all tokens, but in groups that slide, which take theirs chunk by chunk. False: as `grow`."""
-        if self._groups.is_plain:
+        if self._is_plain:
             return self.grow(sequence, sequence.num_tokens, [])
         self._put_empty(sequence)
         lacking = self._lacking(sequence, sequence.num_tokens)
@@ -143,6 +149,8 @@ class BlockTables:
         num_full = num_computed_tokens // self._block_size
         if num_full > len(sequence.keys):
             self.extend_keys(sequence)
+        if num_full <= sequence.num_committed_blocks:
+            return
         adapter = "" if sequence.request.adapter is None else sequence.request.adapter.name
         for group, table in enumerate(sequence.tables):
             released = sequence.num_released[group] if sequence.num_released else 0
@@ -152,7 +160,7 @@ class BlockTables:
                 table[i] = self._cache.commit(
                     table[i], sequence.keys[i], tokens, parent, sequence.request.cache_salt, adapter, group=group
                 )
-        sequence.num_committed_blocks = max(sequence.num_committed_blocks, num_full)
+        sequence.num_committed_blocks = num_full
 
     def fork(self, trunk: Sequence, child: Sequence) -> None:
         """Lets `child`, whose tokens go on from the trunk's, share everything that `trunk` has computed."""
@@ -189,7 +197,7 @@ class BlockTables:
 
     def wanted_from(self, sequence: Sequence) -> tuple[int, ...]:
         """By group the first block that whoever takes the computed sequence over needs; empty: all from the first."""
-        if not self._groups.slides:
+        if not self._slides:
             return ()
         return self._groups.first_blocks(self._groups.restart(sequence.num_tokens))
 
@@ -202,7 +210,7 @@ class BlockTables:
         groups = list(held)
         tables = [[RELEASED] * blocks.first + list(blocks.block_ids) for blocks in groups]
         sequence.block_table, *sequence.other_tables = tables
-        sequence.num_released = [] if self._groups.is_plain else [blocks.first for blocks in groups]
+        sequence.num_released = [] if self._is_plain else [blocks.first for blocks in groups]
 
     def _put_empty(self, sequence: Sequence) -> None:
         """Gives it a table for each group if it has none."""
@@ -215,7 +223,7 @@ class BlockTables:
         The tails of the groups that keep everything, group 0's before the others': the index never says more than is
         there. Then those of the groups that slide, which are worth nothing without them.
         """
-        if self._groups.is_plain:
+        if self._is_plain:
             return sequence.block_table
         kept: list[Seq[int]] = []
         sliding: list[Seq[int]] = []
@@ -239,7 +247,7 @@ class BlockTables:
 
     def _slide(self, sequence: Sequence) -> None:
         """Groups with a window give back what no later token sees; it stays cached until somebody needs the block."""
-        if not self._groups.slides or not sequence.num_released:
+        if not self._slides or not sequence.num_released:
             return
         position = self._position(sequence)
         for group, table in enumerate(sequence.tables):
