@@ -50,6 +50,7 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         logit_bias=MappingProxyType(dict(message.logit_bias)),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        drawable_logprobs=message.drawable_logprobs,
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words_token_ids=tuple(tuple(word.token_ids) for word in message.bad_words_token_ids),
         structured_output=_structure_from_proto(message.structured_output) if "structured_output" in present else None,
@@ -70,7 +71,7 @@ def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
 
     Raises InvalidArgument for what protobuf cannot carry (a negative count, text for a number).
     """
-    message = types_pb2.SamplingParams(ignore_eos=params.ignore_eos)
+    message = types_pb2.SamplingParams(ignore_eos=params.ignore_eos, drawable_logprobs=params.drawable_logprobs)
     for name in _OPTIONAL_FIELDS:
         value = getattr(params, name)
         if value is not None:

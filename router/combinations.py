@@ -43,8 +43,7 @@ FIELDS = {
 }
 """Fields of features that have another name than theirs in `sampling`."""
 
-_NOT_WITH_BEAMS = ("best_of", "logprobs", "prompt_logprobs", "structured_output", "allowed_token_ids", "bad_words",
-                   "logit_bias", "penalties", "min_tokens", "stop", "stop_token_ids")  # fmt: skip
+_NOT_WITH_BEAMS = ("best_of", "logit_bias", "penalties")  # they would change what a beam's score is
 _NOT_WITH_STRUCTURE = ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos")
 
 REFUSED: dict[frozenset[str], str] = {
