@@ -14,7 +14,7 @@ from tests.clients.conftest import Served
 
 SHARED = ("--dataset-name", "prefix-repetition", "--prefix-repetition-num-prefixes", "2", "--num-prompts", "8",
           "--prefix-repetition-prefix-len", "40", "--prefix-repetition-suffix-len", "8", "--output-len", "6",
-          "--ignore-eos", "--request-rate", "40", "--seed", "4")  # fmt: skip
+          "--ignore-eos", "--seed", "4")  # fmt: skip
 
 
 def bench(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
@@ -27,7 +27,7 @@ def bench(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 def test_grpc_and_http_count_the_same(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     served.cluster.reset_caches()
     before = served.metrics("router")["vllm:generation_tokens_total"]
-    code, found = bench(tmp_path, *SHARED, "--target", served.cluster.target, "--goodput", "ttft:60000", "tpot:60000",
+    code, found = bench(tmp_path, *SHARED, "--request-rate", "40", "--target", served.cluster.target, "--goodput", "ttft:60000", "tpot:60000",
                         "--max-concurrency", "3", "--report")  # fmt: skip
     assert code == 0, capsys.readouterr()
     assert (found["completed"], found["failed"], found["model_id"]) == (8, 0, "tiny")
@@ -45,9 +45,12 @@ def test_grpc_and_http_count_the_same(served: Served, tmp_path: Path, capsys: py
     said = capsys.readouterr().out
     assert "Total generated tokens:                  48" in said
 
-    code, over_http = bench(
-        tmp_path, *SHARED, "--backend", "openai", "--port", str(served.http_port), "--tokenizer", str(served.model)
-    )
+    assert "ramp_up_strategy" not in found
+    growing = ("--ramp-up-strategy", "exponential", "--ramp-up-start-rps", "20", "--ramp-up-end-rps", "80")
+    http = ("--backend", "openai", "--port", str(served.http_port), "--tokenizer", str(served.model))
+    code, over_http = bench(tmp_path, *SHARED, *growing, *http)
+    assert over_http["request_rate"] == "inf"
+    assert (over_http["ramp_up_strategy"], over_http["ramp_up_end_rps"]) == ("exponential", 80)
     assert code == 0, capsys.readouterr()
     for name in ("completed", "input_lens", "output_lens", "total_output_tokens"):
         assert over_http[name] == found[name]

@@ -118,14 +118,15 @@ def test_infer_with_seed_stop_and_choices(client: triton.InferenceServerClient, 
 
 @pytest.mark.parametrize("with_empty_final", [False, True])
 def test_stream(client: triton.InferenceServerClient, grpc: Client, with_empty_final: bool) -> None:
-    wanted = grpc.complete(PROMPT, temperature=0, max_tokens=16, ignore_eos=True)
-    sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+    """Of so many tokens that a busy machine cannot make one message."""
+    wanted = grpc.complete(PROMPT, temperature=0, max_tokens=200, ignore_eos=True)
+    sampling = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
     asked = {"inputs": inputs(stream=True, sampling=sampling), "enable_empty_final_response": with_empty_final}
     results = stream(client, asked)
     if with_empty_final:
         assert not results.pop().get_response().outputs
     assert "".join(texts(result)[0] for result in results) == wanted.text
-    assert len(results) > 5
+    assert len(results) > 2
     assert [texts(result, "finish_reason")[0] for result in results] == [""] * (len(results) - 1) + ["length"]
 
 
