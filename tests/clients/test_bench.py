@@ -27,8 +27,8 @@ def bench(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 def test_grpc_and_http_count_the_same(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     served.cluster.reset_caches()
     before = served.metrics("router")["vllm:generation_tokens_total"]
-    code, found = bench(tmp_path, *SHARED, "--request-rate", "40", "--target", served.cluster.target, "--goodput", "ttft:60000", "tpot:60000",
-                        "--max-concurrency", "3", "--report")  # fmt: skip
+    limits = ("--max-concurrency", "3", "--request-rate", "40", "--goodput", "ttft:60000", "tpot:60000")
+    code, found = bench(tmp_path, *SHARED, *limits, "--target", served.cluster.target, "--report")
     assert code == 0, capsys.readouterr()
     assert (found["completed"], found["failed"], found["model_id"]) == (8, 0, "tiny")
     assert found["input_lens"] == [48] * 8
