@@ -294,5 +294,7 @@ class Pipeline:
         yield summary
 
     def _out_of_time(self) -> DeadlineExceeded:
-        message = f"the request did not end within its deadline (request_timeout = {self._timeout:g} s)"
+        message = (
+            f"the request did not end within its deadline (its client's, or request_timeout = {self._timeout:g} s)"
+        )
         return DeadlineExceeded(message)
