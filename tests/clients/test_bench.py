@@ -1,6 +1,9 @@
 """`pagewire bench serve` against real processes, over both APIs: what it counts is what the system did."""
 
+import contextlib
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -54,6 +57,25 @@ def test_grpc_and_http_count_the_same(served: Served, tmp_path: Path, capsys: py
     assert code == 0, capsys.readouterr()
     for name in ("completed", "input_lens", "output_lens", "total_output_tokens"):
         assert over_http[name] == found[name]
+
+
+def test_a_bar_on_a_terminal(served: Served) -> None:
+    """And only there: the table goes to stdout as ever."""
+    command = [sys.executable, "-m", "pagewire", "bench", "serve", *SHARED, "--target", served.cluster.target]
+    reader, terminal = pty.openpty()
+    shown, process = bytearray(), subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, text=True)
+    os.close(terminal)
+    with contextlib.suppress(OSError):  # Linux's word for the end of a terminal
+        while part := os.read(reader, 4096):
+            shown += part
+    os.close(reader)
+    table, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, shown
+    assert b"requests" in shown
+    assert b"8/8" in shown
+    assert b"tokens/s" in shown
+    assert "Successful requests:" in table
+    assert "8/8" not in table
 
 
 def test_errors_are_counted_by_code(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
