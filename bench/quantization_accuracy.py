@@ -1,4 +1,6 @@
-"""Perplexity and top-1 agreement of int8 weights, and of KV in one byte a value, on a text that comes with Python: the language reference's prose.
+"""Perplexity and top-1 agreement of int8 weights, and of KV in one byte a value, on the language reference's prose.
+
+The text comes with Python.
 
     .venv/bin/python bench/quantization_accuracy.py --model .cache/models/gemma-3-270m --out FILE
 

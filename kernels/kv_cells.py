@@ -5,6 +5,10 @@
     fp8_e4m3    the same with 448 for 127 and q rounded to float8 e4m3; what is below 2^-6 in size becomes 0
 
 The scale is of one token's key (or value) of one kv head, max |x| over its head_dim: the bytes depend on nothing else.
+Keys are rotated before, since a few of their dimensions are far larger than the rest and would make a scale coarse:
+
+    k' = H k, q' = H q / n, so that q' k' = q k     H: Hadamard's matrix of ±1, n the largest power of two in head_dim
+
 All of it is float32 operations that every kernel set repeats exactly, so that each stores the same bytes of a row.
 e4m3's subnormals are left out because bfloat16's dot products and AMX's tiles take such numbers for 0.
 """
@@ -36,35 +40,36 @@ def cell_bytes(block_size: int, head_dim: int) -> int:
 class QuantizedCells:
     """One layer's keys or values: `values` [num_blocks, Hkv, block_size, D], float32 `scales` without the D.
 
-    Values are int8, or uint8 that hold e4m3. `view` makes them of a pool's memory, in which the scales of a cell follow
-    its values.
+    Values are int8, or uint8 that hold e4m3; keys are `rotated`. `view` makes them of a pool's memory, in which the
+    scales of a cell follow its values.
     """
 
     kind: KvFormat
     values: Tensor
     scales: Tensor
+    rotated: bool
 
     @staticmethod
-    def view(kind: KvFormat, cells: Tensor, block_size: int, head_dim: int) -> "QuantizedCells":
+    def view(kind: KvFormat, cells: Tensor, block_size: int, head_dim: int, *, rotated: bool) -> "QuantizedCells":
         """Of uint8 [num_blocks, Hkv, cell_bytes]."""
         numbers = cells.view(torch.int8) if kind == "int8" else cells
         values = numbers[:, :, : block_size * head_dim].view(*cells.shape[:2], block_size, head_dim)
         scales = cells[:, :, value_bytes(block_size, head_dim) :].view(torch.float32)
-        return QuantizedCells(kind, values, scales)
+        return QuantizedCells(kind, values, scales, rotated)
 
     @property
     def shape(self) -> torch.Size:
         return self.values.shape
 
     def load(self, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """What stands in these blocks, value times scale. -> [blocks, Hkv, block_size, D] of `dtype`."""
+        """What stands in these blocks, value times scale, still rotated. -> [blocks, Hkv, block_size, D] of `dtype`."""
         values = self.values.index_select(0, block_ids)
         numbers = values if self.kind == "int8" else values.view(torch.float8_e4m3fn)
         return numbers.to(dtype) * self.scales.index_select(0, block_ids).to(dtype)[..., None]
 
     def store(self, rows: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         """rows [T, Hkv, D] into slot `offsets[t]` of `blocks[t]`."""
-        values, scales = quantize(self.kind, rows)
+        values, scales = quantize(self.kind, rotate(rows.float()) if self.rotated else rows)
         self.values[blocks, :, offsets] = values
         self.scales[blocks, :, offsets] = scales
 
@@ -88,6 +93,27 @@ def quantize(kind: KvFormat, rows: Tensor) -> tuple[Tensor, Tensor]:
         return torch.round(scaled).to(torch.int8), largest / limit
     numbers = torch.where(scaled.abs() < _LEAST_FP8, 0.0, scaled).to(torch.float8_e4m3fn)
     return numbers.view(torch.uint8), largest / limit
+
+
+def rotate(x: Tensor) -> Tensor:
+    """H x of x [..., D] in x's dtype, by sums and differences at distances 1, 2, 4, … in this order.
+
+    Where D isn't a power of two, each piece of the largest power of two that divides it is rotated alone.
+    """
+    size, distance = x.shape[-1], 1
+    while size % (2 * distance) == 0:
+        first, second = x.reshape(*x.shape[:-1], -1, 2, distance).unbind(-2)
+        x = torch.stack((first + second, first - second), -2).reshape(x.shape)
+        distance *= 2
+    return x
+
+
+def rotate_queries(q: Tensor, keys: Cells, dtype: torch.dtype) -> Tensor:
+    """Queries [..., D] as `keys` want them, in `dtype`."""
+    wide, size = q.to(dtype), q.shape[-1]
+    if not isinstance(keys, QuantizedCells) or not keys.rotated:
+        return wide
+    return rotate(wide) / (size & -size)
 
 
 def load_blocks(cells: Cells, block_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.kv_cells import Cells, load_blocks, store_rows
+from kernels.kv_cells import Cells, load_blocks, rotate_queries, store_rows
 from kernels.lora import Lora
 from kernels.paged import AttentionPlan, PagedBatch
 
@@ -115,7 +115,7 @@ def paged_attention(
 ) -> Tensor:
     """softmax(q Kᵀ · scale, capped) V for each token over its visible positions. q [T, Hq, D] -> [T, Hq, D]."""
     batch = plan.batch
-    out = torch.empty_like(q)
+    out, wide = torch.empty_like(q), rotate_queries(q, k_cache, torch.float64)
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     for sequence, kv_len in enumerate(batch.kv_lens):
         num_blocks = -(-kv_len // batch.block_size)
@@ -125,7 +125,7 @@ def paged_attention(
         for row in range(batch.cu_seqlens[sequence], batch.cu_seqlens[sequence + 1]):
             position = kv_len - batch.cu_seqlens[sequence + 1] + row
             first = 0 if plan.window is None else max(0, position - plan.window + 1)
-            query = q[row].double().view(num_kv_heads, plan.group_size, 1, head_dim)
+            query = wide[row].view(num_kv_heads, plan.group_size, 1, head_dim)
             scores = (k[:, :, first : position + 1] * query).sum(-1) * scale
             if cap is not None:
                 scores = soft_cap(scores, cap)

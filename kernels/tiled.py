@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
-from kernels.kv_cells import Cells, load_blocks
+from kernels.kv_cells import Cells, load_blocks, rotate_queries
 from kernels.lora import Lora
 from kernels.paged import AttentionPlan, split_size
 from kernels.tile_pool import TilePool
@@ -153,7 +153,12 @@ class TiledKernels:
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
         num_tiles, rows = plan.gather.shape[0], plan.tokens_per_tile * plan.group_size
         shape = (num_tiles, plan.tokens_per_tile, num_kv_heads, plan.group_size, head_dim)
-        tiles = (q.float() * scale)[plan.gather].view(shape).transpose(1, 2).reshape(num_tiles, num_kv_heads, rows, -1)
+        tiles = (
+            (rotate_queries(q, k_cache, torch.float32) * scale)[plan.gather]
+            .view(shape)
+            .transpose(1, 2)
+            .reshape(num_tiles, num_kv_heads, rows, -1)
+        )
         tiles = F.pad(tiles, (0, 0, 0, plan.tile_rows - rows))
         total = torch.zeros_like(tiles)
         norm = tiles.new_zeros((*tiles.shape[:3], 1))

@@ -5,7 +5,7 @@ import torch
 
 from engine.memory import KvLayout, KvMemory
 from kernels import kv_cells
-from kernels.kv_cells import KvFormat, QuantizedCells, quantize
+from kernels.kv_cells import KvFormat, QuantizedCells, quantize, rotate
 from kernels.paged import PagedBatch, plan_attention
 from tests.kernels.kernel_sets import DTYPES, KERNEL_SETS, RELATIVE
 
@@ -64,6 +64,22 @@ def test_e4m3_has_no_subnormals() -> None:
     assert values.tolist() == [[0x7E, 0x08, 0x00, 0x00, 0x88, 0x00, 0x00]]
 
 
+@pytest.mark.parametrize(("head_dim", "piece"), [(64, 64), (80, 16), (6, 2), (5, 1)])
+def test_rotation_keeps_products(head_dim: int, piece: int) -> None:
+    x, y = rows(7, head_dim).double(), rows(7, head_dim, seed=2).double()
+    torch.testing.assert_close((rotate(x) * rotate(y)).sum(-1) / piece, (x * y).sum(-1))
+    torch.testing.assert_close(rotate(rotate(x)), piece * x)
+
+
+def test_keys_with_a_few_large_dimensions_are_rotated_for_smaller_errors() -> None:
+    x = rows(100, 64)
+    x[:, 5] *= 30
+    cells = QuantizedCells.view("int8", torch.zeros(1, 1, 100 * 68, dtype=torch.uint8), 100, 64, rotated=True)
+    cells.store(x[:, None], torch.zeros(100, dtype=torch.int64), torch.arange(100))
+    rotated = rotate(cells.load(torch.tensor([0]), torch.float64)[0, 0]) / 64
+    assert (rotated - x).norm() < 0.5 * (dequantized("int8", x) - x).norm()
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (5, 6), (1, 2)])
 def test_cells_are_values_and_then_scales(kind: KvFormat, block_size: int, head_dim: int) -> None:
@@ -113,7 +129,8 @@ def test_attention_over_cells_is_that_over_what_they_stand_for(kernels: str, dty
         assert torch.equal(kernel_set.paged_attention(q[end - 1 : end], *cells, one, scale=0.3)[0], together[end - 1])
 
     assert isinstance(cells[0], QuantizedCells)
-    plain = [each.load(torch.arange(12), torch.float32).to(torch.float64) for each in cells]  # type: ignore[union-attr]
+    k_read, v_read = (each.load(torch.arange(12), torch.float64) for each in cells)  # type: ignore[union-attr]
+    plain = rotate(k_read) / 16, v_read
     plan = plan_attention(whole, group_size=2, window=None)
     expected = KERNEL_SETS["reference"].paged_attention(q.double(), *plain, plan, scale=0.3)
     torch.testing.assert_close(together.double(), expected, rtol=RELATIVE[DTYPES[dtype]], atol=2e-5)

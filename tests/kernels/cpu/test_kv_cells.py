@@ -34,7 +34,7 @@ def quantized(plain: Cache, kind: KvFormat) -> Cache:
     cells = memory.layer(1)
     for to, source in zip(cells, (plain.k, plain.v), strict=True):
         assert isinstance(to, QuantizedCells)
-        values, scales = kv_cells.quantize(kind, source)
+        values, scales = kv_cells.quantize(kind, kv_cells.rotate(source.float()) if to.rotated else source)
         to.values.copy_(values)
         to.scales.copy_(scales)
     return Cache(cells[0], cells[1], plain.tables, block_size)  # type: ignore[arg-type]

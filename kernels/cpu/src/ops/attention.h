@@ -107,12 +107,21 @@ struct AttentionScratch {
 
 alignas(64) const char ZEROS[4096] = {};  // a token that isn't there; head_dim is at most 1024
 
-template <typename T>
+template <typename T, typename C>
 INLINE void copy_queries(const AttentionArgs& a, const AttentionTile& tile, const AttentionShape<T>& shape, T* to) {
   for (int64_t token = 0; token < tile.num_tokens; ++token) {
     const T* from = (const T*)a.q + (tile.first_row + token) * a.q_stride + tile.head * a.group_size * a.head_dim;
     for (int64_t g = 0; g < a.group_size; ++g, to += shape.width, from += a.head_dim) {
-      __builtin_memcpy(to, from, a.head_dim * sizeof(T));
+      if constexpr (SCALED<C>) {
+        float rotated[1024];
+        for (int64_t d = 0; d < a.head_dim; ++d) rotated[d] = to_float(from[d]);
+        rotate_row(rotated, a.head_dim);
+        const vec inverse = vset(1.0f / (float)rotated_piece(a.head_dim));
+        for (int64_t d = 0; d < a.head_dim; d += W)
+          store_some(to + d, vmul(load_some(rotated + d, a.head_dim - d), inverse), a.head_dim - d);
+      } else {
+        __builtin_memcpy(to, from, a.head_dim * sizeof(T));
+      }
       __builtin_memset(to + a.head_dim, 0, (shape.width - a.head_dim) * sizeof(T));
     }
   }
@@ -295,11 +304,11 @@ void attend(const AttentionArgs& a, const Region& region) {
     if (a.partials) {
       const int64_t split = tile.first_split + task % splits_per_tile;
       if (split >= tile.last_split) continue;
-      copy_queries(a, tile, shape, scratch.q);
+      copy_queries<T, C>(a, tile, shape, scratch.q);
       attend_split<T, C>(a, tile, shape, scratch, split, Partial(a.partials + task * partial_bytes, rows, shape.width), scope);
       continue;
     }
-    copy_queries(a, tile, shape, scratch.q);
+    copy_queries<T, C>(a, tile, shape, scratch.q);
     const Partial total(scratch.total, rows, shape.width), next(scratch.split, rows, shape.width);
     clear(total, rows, shape.width);
     for (int64_t split = tile.first_split; split < tile.last_split; ++split) {

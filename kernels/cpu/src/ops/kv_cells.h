@@ -81,6 +81,18 @@ INLINE void store_row(const T* x, int64_t size, char* numbers, float* scale) {
   }
 }
 
+// Hadamard's matrix times x, in pieces of the largest power of two in `size` (kernels/kv_cells.py).
+INLINE int64_t rotated_piece(int64_t size) { return size & -size; }
+INLINE void rotate_row(float* x, int64_t size) {
+  for (int64_t distance = 1; distance < rotated_piece(size); distance *= 2)
+    for (int64_t i = 0; i < size; i += 2 * distance)
+      for (int64_t j = i; j < i + distance; ++j) {
+        const float first = x[j], second = x[j + distance];
+        x[j] = first + second;
+        x[j + distance] = first - second;
+      }
+}
+
 // As in shuffle.h, of cells of T itself.
 template <typename C, typename T>
 INLINE void pack_cell_keys(const T* const* tokens, int64_t head_dim, char* panel) { pack_keys(tokens, head_dim, panel); }

@@ -27,8 +27,11 @@ INLINE void store_token(const RopeArgs& a, int64_t token, int64_t head, const T*
   Stored* v_cell = (Stored*)a.v_cache + block * a.v_block_stride + head * a.v_head_stride;
   const T* v = (const T*)a.v + token * a.v_stride + head * a.head_dim;
   if constexpr (SCALED<C>) {
-    T rotated[1024];  // as many as head_dim may be
-    rotate_head(k, rotated, a, (const T*)a.k_norm, cos, sin);
+    T key[1024];  // as many as head_dim may be
+    float rotated[1024];
+    rotate_head(k, key, a, (const T*)a.k_norm, cos, sin);
+    for (int64_t i = 0; i < a.head_dim; ++i) rotated[i] = to_float(key[i]);
+    rotate_row(rotated, a.head_dim);
     const int64_t scales = cell_values(a.block_size, a.head_dim);
     store_row<C>(rotated, a.head_dim, k_cell + offset * a.head_dim, (float*)(k_cell + scales) + offset);
     store_row<C>(v, a.head_dim, v_cell + offset * a.head_dim, (float*)(v_cell + scales) + offset);
