@@ -3,6 +3,8 @@
 Cells lie in the engine's pool; what no sequence owns there has scales of NaN.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,17 +46,28 @@ def make(kind: KvFormat, kv_lens: tuple[int, ...], placement: int = 0, **shape: 
     return quantized(make_cache(kv_lens, placement=placement, **shape), kind)  # type: ignore[arg-type]
 
 
+@cache
+def oracle(
+    kind: KvFormat, dtype: torch.dtype, group: int, heads: int, head_dim: int, block_size: int, window: int | None,
+    cap: float | None,
+) -> tuple[Cache, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The cache, queries, the result, and what it would be with |v|: how large the terms are whose errors add up."""
+    cells = make(kind, KV_LENS, num_kv_heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    q = normal(sum(QUERY_LENS), group * heads, head_dim, dtype=dtype, seed=99)
+    plan = plan_attention(cells.batch(QUERY_LENS, KV_LENS), group_size=group, window=window)
+    expected, size = (
+        reference.paged_attention(q.double(), cells.k, v, plan, scale=head_dim**-0.5, cap=cap)
+        for v in (cells.v, magnitude(cells.v))
+    )
+    return cells, q, expected, size
+
+
 def test_attention_agrees_with_the_reference(native: NativeKernels, dtype: torch.dtype, kind: KvFormat) -> None:
     for group, heads, head_dim, block_size, window, cap in CASES:
-        cache = make(kind, KV_LENS, num_kv_heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
-        q = normal(sum(QUERY_LENS), group * heads, head_dim, dtype=dtype, seed=99)
-        result = attend(native, cache, q, QUERY_LENS, KV_LENS, window=window, cap=cap)
-        plan = plan_attention(cache.batch(QUERY_LENS, KV_LENS), group_size=group, window=window)
-        expected, size = (
-            reference.paged_attention(q.double(), cache.k, v, plan, scale=head_dim**-0.5, cap=cap)
-            for v in (cache.v, magnitude(cache.v))
-        )
-        bound = UNIT[dtype] * (1.1 * expected.abs() + (1.1 if dtype == torch.bfloat16 else 40) * size) + 1e-6
+        cells, q, expected, size = oracle(kind, dtype, group, heads, head_dim, block_size, window, cap)
+        result = attend(native, cells, q, QUERY_LENS, KV_LENS, window=window, cap=cap)
+        # As for a plain cache; in bfloat16 the rotated queries are rounded too.
+        bound = UNIT[dtype] * (1.1 * expected.abs() + (2 if dtype == torch.bfloat16 else 40) * size) + 1e-6
         with case(group, heads, head_dim, block_size, window, cap):
             assert_within(result, expected, bound)
 
@@ -67,7 +80,7 @@ def magnitude(cells: Tensor | QuantizedCells) -> Tensor:
 def test_a_token_is_the_same_alone_in_a_chunk_and_in_other_blocks(
     native: NativeKernels, dtype: torch.dtype, kind: KvFormat
 ) -> None:
-    for group, heads, head_dim, block_size, window, cap in CASES[:5]:
+    for group, heads, head_dim, block_size, window, cap in CASES[:3]:
         caches = [
             make(kind, KV_LENS, p, num_kv_heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
             for p in (0, 1)
@@ -80,12 +93,12 @@ def test_a_token_is_the_same_alone_in_a_chunk_and_in_other_blocks(
 
 
 def test_threads_change_nothing(native: NativeKernels, dtype: torch.dtype, kind: KvFormat) -> None:
-    cache = make(kind, (1500, 40), num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype)
+    cells = make(kind, (1500, 40), num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype)
     q = normal(2, 4, 64, dtype=dtype, seed=5)
     results = []
     for num_threads in (1, 3):
         kernels.cpu.load().configure_threads(num_threads)
-        results.append(attend(native, cache, q, (1, 1), (1500, 40)))
+        results.append(attend(native, cells, q, (1, 1), (1500, 40)))
     assert_same_bits(results[1], results[0])
 
 
