@@ -119,7 +119,7 @@ class KvMemory:
         cells, layout = self.blocks[:, layer, which], self.layout
         if layout.kv_format is None:
             return cells
-        return QuantizedCells.view(layout.kv_format, cells, layout.block_size, layout.head_dim, rotated=which == 0)
+        return QuantizedCells.view(layout.kv_format, cells, layout.block_size, layout.head_dim, keys=which == 0)
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copy all cells of block `src` over block `dst`."""

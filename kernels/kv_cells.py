@@ -5,7 +5,8 @@
     fp8_e4m3    the same with 448 for 127 and q rounded to float8 e4m3; what is below 2^-6 in size becomes 0
 
 The scale is of one token's key (or value) of one kv head, max |x| over its head_dim: the bytes depend on nothing else.
-Keys are rotated before, since a few of their dimensions are far larger than the rest and would make a scale coarse:
+Int8's keys are rotated before, since a few of their dimensions are far larger than the rest and make a scale coarse
+(e4m3's steps are relative to each number, and a rotation only spreads the errors of large ones):
 
     k' = H k, q' = H q / n, so that q' k' = q k     H: Hadamard's matrix of ±1, n the largest power of two in head_dim
 
@@ -40,8 +41,8 @@ def cell_bytes(block_size: int, head_dim: int) -> int:
 class QuantizedCells:
     """One layer's keys or values: `values` [num_blocks, Hkv, block_size, D], float32 `scales` without the D.
 
-    Values are int8, or uint8 that hold e4m3; keys are `rotated`. `view` makes them of a pool's memory, in which the
-    scales of a cell follow its values.
+    Values are int8, or uint8 that hold e4m3; int8 keys are `rotated`. `view` makes them of a pool's memory, in which
+    the scales of a cell follow its values.
     """
 
     kind: KvFormat
@@ -50,12 +51,12 @@ class QuantizedCells:
     rotated: bool
 
     @staticmethod
-    def view(kind: KvFormat, cells: Tensor, block_size: int, head_dim: int, *, rotated: bool) -> "QuantizedCells":
-        """Of uint8 [num_blocks, Hkv, cell_bytes]."""
+    def view(kind: KvFormat, cells: Tensor, block_size: int, head_dim: int, *, keys: bool) -> "QuantizedCells":
+        """Of uint8 [num_blocks, Hkv, cell_bytes]; `keys`, or else values."""
         numbers = cells.view(torch.int8) if kind == "int8" else cells
         values = numbers[:, :, : block_size * head_dim].view(*cells.shape[:2], block_size, head_dim)
         scales = cells[:, :, value_bytes(block_size, head_dim) :].view(torch.float32)
-        return QuantizedCells(kind, values, scales, rotated)
+        return QuantizedCells(kind, values, scales, keys and kind == "int8")
 
     @property
     def shape(self) -> torch.Size:

@@ -74,7 +74,7 @@ def test_rotation_keeps_products(head_dim: int, piece: int) -> None:
 def test_keys_with_a_few_large_dimensions_are_rotated_for_smaller_errors() -> None:
     x = rows(100, 64)
     x[:, 5] *= 30
-    cells = QuantizedCells.view("int8", torch.zeros(1, 1, 100 * 68, dtype=torch.uint8), 100, 64, rotated=True)
+    cells = QuantizedCells.view("int8", torch.zeros(1, 1, 100 * 68, dtype=torch.uint8), 100, 64, keys=True)
     cells.store(x[:, None], torch.zeros(100, dtype=torch.int64), torch.arange(100))
     rotated = rotate(cells.load(torch.tensor([0]), torch.float64)[0, 0]) / 64
     assert (rotated - x).norm() < 0.5 * (dequantized("int8", x) - x).norm()
@@ -130,7 +130,7 @@ def test_attention_over_cells_is_that_over_what_they_stand_for(kernels: str, dty
 
     assert isinstance(cells[0], QuantizedCells)
     k_read, v_read = (each.load(torch.arange(12), torch.float64) for each in cells)  # type: ignore[union-attr]
-    plain = rotate(k_read) / 16, v_read
+    plain = rotate(k_read) / 16 if cells[0].rotated else k_read, v_read
     plan = plan_attention(whole, group_size=2, window=None)
     expected = KERNEL_SETS["reference"].paged_attention(q.double(), *plain, plan, scale=0.3)
     torch.testing.assert_close(together.double(), expected, rtol=RELATIVE[DTYPES[dtype]], atol=2e-5)

@@ -112,10 +112,9 @@ INLINE void copy_queries(const AttentionArgs& a, const AttentionTile& tile, cons
   for (int64_t token = 0; token < tile.num_tokens; ++token) {
     const T* from = (const T*)a.q + (tile.first_row + token) * a.q_stride + tile.head * a.group_size * a.head_dim;
     for (int64_t g = 0; g < a.group_size; ++g, to += shape.width, from += a.head_dim) {
-      if constexpr (SCALED<C>) {
-        float rotated[1024];
-        for (int64_t d = 0; d < a.head_dim; ++d) rotated[d] = to_float(from[d]);
-        rotate_row(rotated, a.head_dim);
+      if constexpr (C::ROTATED) {
+        float rotated[MAX_HEAD_DIM];
+        rotate_row(from, a.head_dim, rotated);
         const vec inverse = vset(1.0f / (float)rotated_piece(a.head_dim));
         for (int64_t d = 0; d < a.head_dim; d += W)
           store_some(to + d, vmul(load_some(rotated + d, a.head_dim - d), inverse), a.head_dim - d);
@@ -221,8 +220,8 @@ void attend_split(const AttentionArgs& a, const AttentionTile& tile, const Atten
       prefetch_scales(next.key_scales);
       prefetch_scales(next.value_scales);
       for (int64_t i = 0; i < GROUP; ++i) {
-        scratch.key_scales[g * GROUP + i] = *tokens.key_scales[i] * C::Words::UNIT;
-        scratch.value_scales[g * GROUP + i] = *tokens.value_scales[i] * C::UNIT;
+        scratch.key_scales[g * GROUP + i] = *tokens.key_scales[i] * KEY_UNIT<C, T>;
+        scratch.value_scales[g * GROUP + i] = *tokens.value_scales[i] * VALUE_UNIT<C, T>;
       }
     }
     char* panel = scratch.keys + g * key_panel_bytes;

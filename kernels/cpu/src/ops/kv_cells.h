@@ -47,6 +47,7 @@ struct Int8Cells {
   typedef char Stored;
   typedef Int8 Words;
   static constexpr float LIMIT = 127.0f, UNIT = 1.0f;
+  static constexpr bool ROTATED = true;  // its keys
   INLINE vec load(const char* p) { return load_int8(p); }
   INLINE void store(char* p, vec x) { store_int8(p, x); }
 };
@@ -54,6 +55,7 @@ struct Fp8Cells {
   typedef char Stored;
   typedef Fp8 Words;
   static constexpr float LIMIT = 448.0f, UNIT = 256.0f;
+  static constexpr bool ROTATED = false;
   INLINE vec load(const char* p) { return load_e4m3(p); }
   INLINE void store(char* p, vec x) { store_e4m3(p, x); }
 };
@@ -61,6 +63,7 @@ struct Fp8Cells {
 template <typename T>
 struct PlainCells {
   typedef T Stored;
+  static constexpr bool ROTATED = false;
 };
 
 template <typename C>
@@ -81,17 +84,52 @@ INLINE void store_row(const T* x, int64_t size, char* numbers, float* scale) {
   }
 }
 
-// Hadamard's matrix times x, in pieces of the largest power of two in `size` (kernels/kv_cells.py).
+// Lanes at a distance of D: their sum in the first of each pair, their difference in the second.
+#if defined(__AVX512F__)
+template <int D>
+INLINE vec butterfly(vec x) {
+  const vec other = D == 1   ? _mm512_permute_ps(x, 0xb1)
+                    : D == 2 ? _mm512_permute_ps(x, 0x4e)
+                    : D == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1)
+                             : _mm512_shuffle_f32x4(x, x, 0x4e);
+  constexpr __mmask16 second = D == 1 ? 0xaaaa : D == 2 ? 0xcccc : D == 4 ? 0xf0f0 : 0xff00;
+  return _mm512_mask_sub_ps(vadd(x, other), second, other, x);
+}
+#else
+template <int D>
+INLINE vec butterfly(vec x) {
+  const vec other = D == 1 ? _mm256_permute_ps(x, 0xb1) : D == 2 ? _mm256_permute_ps(x, 0x4e) : _mm256_permute2f128_ps(x, x, 1);
+  return _mm256_blend_ps(vadd(x, other), vsub(other, x), D == 1 ? 0xaa : D == 2 ? 0xcc : 0xf0);
+}
+#endif
+
+// Hadamard's matrix times x, in pieces of the largest power of two in `size` (kernels/kv_cells.py). Whole vectors are read.
 INLINE int64_t rotated_piece(int64_t size) { return size & -size; }
 INLINE void rotate_row(float* x, int64_t size) {
-  for (int64_t distance = 1; distance < rotated_piece(size); distance *= 2)
+  const int64_t piece = rotated_piece(size);
+  for (int64_t i = 0; i < size; i += W) {
+    vec v = vload(x + i);
+    if (piece > 1) v = butterfly<1>(v);
+    if (piece > 2) v = butterfly<2>(v);
+    if (piece > 4) v = butterfly<4>(v);
+    if (W > 8 && piece > 8) v = butterfly<8>(v);
+    vstore(x + i, v);
+  }
+  for (int64_t distance = W; distance < piece; distance *= 2)
     for (int64_t i = 0; i < size; i += 2 * distance)
-      for (int64_t j = i; j < i + distance; ++j) {
-        const float first = x[j], second = x[j + distance];
-        x[j] = first + second;
-        x[j + distance] = first - second;
+      for (int64_t j = i; j < i + distance; j += W) {
+        const vec first = vload(x + j), second = vload(x + j + distance);
+        vstore(x + j, vadd(first, second));
+        vstore(x + j + distance, vsub(first, second));
       }
 }
+// x as float32, rotated.
+template <typename T>
+INLINE void rotate_row(const T* x, int64_t size, float* rotated) {
+  for (int64_t i = 0; i < size; i += W) vstore(rotated + i, load_some(x + i, size - i));
+  rotate_row(rotated, size);
+}
+constexpr int64_t MAX_HEAD_DIM = 1024;
 
 // As in shuffle.h, of cells of T itself.
 template <typename C, typename T>
@@ -100,6 +138,43 @@ template <typename C, typename T>
 INLINE void pack_cell_values(const T* const* tokens, int64_t head_dim, char* panels, int64_t panel_bytes, int64_t first_block) {
   pack_values(tokens, head_dim, panels, panel_bytes, first_block);
 }
+
+// Of numbers unpacked for products of T: what they are to be multiplied with.
+template <typename C, typename T>
+constexpr float KEY_UNIT = C::Words::UNIT;
+template <typename C, typename T>
+constexpr float VALUE_UNIT = C::UNIT;
+
+template <typename C, typename T>
+INLINE void spread_cells(const char* words, char* strip, int64_t k) { spread_word<typename C::Words>(words, strip, k, T()); }
+
+#if defined(__AVX512F__)
+// Without subnormals e4m3 is bfloat16 once its exponent counts from 127; from 16-bit lanes with sign, exponent and fraction where
+// bfloat16 has them.
+INLINE __m512i e4m3_to_bf16(__m512i lanes) {
+  const __m512i bits = _mm512_and_si512(lanes, _mm512_set1_epi16((short)0x87f0));
+  const __mmask32 nonzero = _mm512_test_epi16_mask(bits, _mm512_set1_epi16(0x07f0));
+  return _mm512_mask_add_epi16(bits, nonzero, bits, _mm512_set1_epi16(120 << 7));
+}
+template <>
+constexpr float KEY_UNIT<Fp8Cells, bf16> = 1.0f;
+template <>
+constexpr float VALUE_UNIT<Fp8Cells, bf16> = 1.0f;
+template <>
+inline __attribute__((always_inline)) void spread_cells<Fp8Cells, bf16>(const char* words, char* strip, int64_t k) {
+  const __m512i four = _mm512_loadu_si512(words);
+  // Each number to the upper byte of a lane: the first two of each word, the other two.
+  const __m512i first = _mm512_set4_epi32(0x0d800c80, 0x09800880, 0x05800480, 0x01800080);
+  const __m512i second = _mm512_or_si512(first, _mm512_set1_epi32(0x02000200));
+  char* to = strip + k / 32 * BLOCK_BYTES + k % 32 / 2 * 64;
+  _mm512_storeu_si512(to, e4m3_to_bf16(_mm512_srai_epi16(_mm512_shuffle_epi8(four, first), 4)));
+  _mm512_storeu_si512(to + 64, e4m3_to_bf16(_mm512_srai_epi16(_mm512_shuffle_epi8(four, second), 4)));
+}
+INLINE __m512i load_e4m3_as_bf16(const char* row, int64_t count) {
+  const __mmask32 mask = count >= 32 ? 0xffffffff : (1u << count) - 1;
+  return e4m3_to_bf16(_mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, row)), 4));
+}
+#endif
 
 // Keys: the bytes are transposed by words of four, each of which is then spread.
 template <typename C, typename T>
@@ -111,7 +186,7 @@ INLINE void pack_cell_keys(const char* const* tokens, int64_t head_dim, char* pa
       alignas(64) char words[TILE_BYTES];
       transpose_words(tokens + strip * 16, d, num_bytes, words);
       for (int64_t word = 0; word < num_words; ++word)
-        spread_word<typename C::Words>(words + word * 64, panel + strip * TILE_BYTES, word * 4, T());
+        spread_cells<C, T>(words + word * 64, panel + strip * TILE_BYTES, word * 4);
     }
   }
 }
@@ -136,6 +211,17 @@ INLINE void store_values(char* tile, int64_t row, int64_t lane, vec even, vec od
 
 template <typename C, typename T>
 INLINE void pack_cell_values(const char* const* tokens, int64_t head_dim, char* panels, int64_t panel_bytes, int64_t first_block) {
+#if defined(__AVX512F__)
+  if constexpr (VALUE_UNIT<C, T> != C::UNIT) {
+    for (int64_t d = 0; d < head_dim; d += PANEL, panels += panel_bytes)
+      for (int64_t r = 0; r < 16; ++r) {
+        const int64_t left = head_dim - d;
+        interleave(load_e4m3_as_bf16(tokens[2 * r] + d, left), load_e4m3_as_bf16(tokens[2 * r + 1] + d, left),
+                   panels + first_block * BLOCK_BYTES + r * 64);
+      }
+    return;
+  }
+#endif
   for (int64_t d = 0; d < head_dim; d += 16) {
     char* tile = panels + d / PANEL * panel_bytes + first_block * BLOCK_BYTES + d % PANEL / 16 * TILE_BYTES;
     for (int64_t r = 0; r < 16; ++r)

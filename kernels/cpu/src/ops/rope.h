@@ -27,13 +27,18 @@ INLINE void store_token(const RopeArgs& a, int64_t token, int64_t head, const T*
   Stored* v_cell = (Stored*)a.v_cache + block * a.v_block_stride + head * a.v_head_stride;
   const T* v = (const T*)a.v + token * a.v_stride + head * a.head_dim;
   if constexpr (SCALED<C>) {
-    T key[1024];  // as many as head_dim may be
-    float rotated[1024];
+    T key[MAX_HEAD_DIM];
     rotate_head(k, key, a, (const T*)a.k_norm, cos, sin);
-    for (int64_t i = 0; i < a.head_dim; ++i) rotated[i] = to_float(key[i]);
-    rotate_row(rotated, a.head_dim);
     const int64_t scales = cell_values(a.block_size, a.head_dim);
-    store_row<C>(rotated, a.head_dim, k_cell + offset * a.head_dim, (float*)(k_cell + scales) + offset);
+    char* numbers = k_cell + offset * a.head_dim;
+    float* scale = (float*)(k_cell + scales) + offset;
+    if constexpr (C::ROTATED) {
+      float rotated[MAX_HEAD_DIM];
+      rotate_row(key, a.head_dim, rotated);
+      store_row<C>(rotated, a.head_dim, numbers, scale);
+    } else {
+      store_row<C>(key, a.head_dim, numbers, scale);
+    }
     store_row<C>(v, a.head_dim, v_cell + offset * a.head_dim, (float*)(v_cell + scales) + offset);
   } else {
     rotate_head(k, k_cell + offset * a.head_dim, a, (const T*)a.k_norm, cos, sin);
