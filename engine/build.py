@@ -12,7 +12,7 @@ from engine.admission import SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
 from engine.lora.store import AdapterStore
-from engine.memory import KvLayout, KvMemory
+from engine.memory import KV_FORMATS, KvLayout, KvMemory
 from engine.sample import SampledToken
 from engine.sampler import RowSampler, Sampler
 from engine.scheduler import Scheduler
@@ -68,10 +68,13 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     kernels = load_kernel_set(options.kernels, threads, quantization, options.device)
     served = load_served_model(options, kernels, progress)
     config, slots = served.config, served.slots
+    kv_format = KV_FORMATS[options.kv_cache_dtype]
     speculative = None if options.speculative_config is None else SpeculativeConfig.parse(options.speculative_config)
     has_draft = speculative is not None and speculative.method == "draft_model"
     groups = _plan_groups(options, config, has_draft=has_draft)
-    layout = KvLayout(groups.layers_per_block, config.num_kv_heads, config.head_dim, options.block_size, config.dtype)
+    layout = KvLayout(
+        groups.layers_per_block, config.num_kv_heads, config.head_dim, options.block_size, config.dtype, kv_format
+    )
     draft = load_draft(speculative, options, served, threads) if speculative is not None and has_draft else None
     size = size_pool(
         block_bytes=layout.block_bytes,
@@ -89,7 +92,7 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         weights_digest=served.digest,
         kv_config=config.kv_config(),
         compute_dtype=config.dtype_name,
-        kv_dtype=config.dtype_name,
+        kv_dtype=kv_format or config.dtype_name,
         quantization=config.quantization_label or options.quantization,
         block_size=options.block_size,
         group_layout=groups.layout,

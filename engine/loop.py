@@ -187,7 +187,7 @@ class EngineLoop:
         seconds = time.perf_counter() - started_at
         if self._engine.tiers is not None:
             self._engine.tiers.observe_prefill(output.num_prefill_tokens, seconds)
-        self._deliver(replace(output, seconds=seconds))
+        self._deliver(replace(output, seconds=seconds, ended_at=time.time()))
 
     def _deliver(self, output: StepOutput) -> None:
         try:

@@ -216,9 +216,9 @@ class StepOutput:
 
     `cached` has (request id, prompt tokens found in the cache) for each request that was admitted in this step, and
     `loaded` (request id, tier, tokens) those of them that were brought up from a tier.
-    `drafts` has (drafted, accepted) tokens for each sequence that had drafts. `seconds` is the step's duration; 0 for
-    an output that no step made (an abort, a refusal). `num_prefill_tokens` are those of sequences that are not (only)
-    decoding yet.
+    `drafts` has (drafted, accepted) tokens for each sequence that had drafts. `seconds` is the step's duration and
+    `ended_at` its end, in seconds since the epoch; 0 for an output that no step made (an abort, a refusal).
+    `num_prefill_tokens` are those of sequences that are not (only) decoding yet.
     """
 
     tokens: list[TokenOutput] = field(default_factory=list)
@@ -232,6 +232,7 @@ class StepOutput:
     load: EngineLoad = field(default_factory=EngineLoad)
     seconds: float = 0.0
     num_prefill_tokens: int = 0
+    ended_at: float = 0.0
 
     def num_loaded_tokens(self, request_id: str) -> int:
         """Of the request's cached tokens those that tiers had."""

@@ -132,6 +132,12 @@ class EngineOptions(_Frozen):
     quantization: Annotated[Literal["none", "int8", "w8a8"], BeforeValidator(_none_by_name)] = option(
         "none", "Int8 weights, made on loading; w8a8: activations too, for integer products.", panel=_MODEL
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = option(
+        "auto",
+        "What the KV cache stores: auto the compute type, the others a byte for each value and a scale for each token "
+        "and kv head; fp8 is fp8_e4m3. The same on all workers of a model.",
+        panel=_ENGINE,
+    )
     packed_cache_bytes: Annotated[ByteCount, Field(ge=0)] = option(
         64 << 30,
         "Keep packed weights in the cache directory up to this size; the longest unused go first, those in use stay.",
