@@ -155,6 +155,13 @@ def test_speculation_and_migration(build: Callable[..., Engine], name: str) -> N
     assert tokens == expected[25:]
 
 
+@pytest.mark.parametrize("kv_format", ["int8", pytest.param("fp8", marks=LATER)])
+def test_one_byte_cells(build: Callable[..., Engine], kv_format: str) -> None:
+    on = build(kv_cache_dtype=kv_format, max_num_batched_tokens=16)
+    off = build(kv_cache_dtype=kv_format, disable_hybrid_kv_cache_manager=True)
+    assert run(on, PROMPTS, GREEDY) == run(off, PROMPTS, GREEDY)
+
+
 def test_what_says_no_to_groups(build: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = build(kv_offloading_size="1MiB")
     assert engine.kv_cache.groups.is_plain
