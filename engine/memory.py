@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.kv_cells import Cells, KvFormat, QuantizedCells, cell_bytes
+from kvstore.kv_groups import KvGroups
 
 Backing = Literal["private", "memfd"]
 
@@ -27,7 +28,8 @@ class KvLayout:
     """The order of one block's cells: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim].
 
     With a `kv_format` values are of that format instead of `dtype`, and a cell is bytes: [cell_bytes], see
-    `kernels/kv_cells.py`.
+    `kernels/kv_cells.py`. Of a model with several KV groups a block has the layers of one group: `num_layers` are
+    those of a group.
     """
 
     num_layers: int
@@ -67,6 +69,8 @@ class KvMemory:
     buffer         uint8 [num_blocks, block_bytes], at `address`; with "memfd" also reachable through `fd`
     generations    uint64 [num_blocks], raised by the block pool whenever it hands the block out
 
+    `layer_groups` has the KV group of each of the model's layers.
+
     On another device than the CPU only `blocks` are there: `buffer`, which planes and tiers read, is empty.
 
     "private" is anonymous memory in huge pages where the system gives them; "memfd" is shared memory, which often can't
@@ -74,8 +78,14 @@ class KvMemory:
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, backing: Backing = "private", device: torch.device = _CPU
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        backing: Backing = "private",
+        device: torch.device = _CPU,
+        groups: KvGroups | None = None,
     ) -> None:
+        """`groups`: those of the model's layers; None: one with the layout's layers."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.backing = backing
@@ -91,9 +101,14 @@ class KvMemory:
             flat = torch.zeros(num_blocks, size, dtype=layout.stored_dtype, device=device)
         self.blocks: Tensor = flat.view(num_blocks, *layout.block_shape)
         # Made once: a pair of views costs 10 us, in each layer of each step.
-        self._layers: tuple[tuple[Cells, Cells], ...] = tuple(
-            (self._cells(layer, 0), self._cells(layer, 1)) for layer in range(layout.num_layers)
-        )
+        views = [(self._cells(layer, 0), self._cells(layer, 1)) for layer in range(layout.num_layers)]
+        own = () if groups is None else groups.groups
+        num_layers = sum(len(group.layers) for group in own) or layout.num_layers
+        places = [
+            groups.place(layer) if groups is not None and own[0].layers else (0, layer) for layer in range(num_layers)
+        ]
+        self._layers: tuple[tuple[Cells, Cells], ...] = tuple(views[number] for _, number in places)
+        self.layer_groups: tuple[int, ...] = tuple(group for group, _ in places)
 
     @property
     def address(self) -> int:

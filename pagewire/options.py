@@ -175,6 +175,12 @@ class EngineOptions(_Frozen):
     )
     max_num_seqs: int = option(64, "Most sequences in one engine step.", panel=_ENGINE, metavar="N", ge=1, le=4096)
     enable_prefix_caching: bool = option(True, "Keep KV blocks for reuse.", panel=_PREFIX_CACHE, shown_default="on")
+    disable_hybrid_kv_cache_manager: bool = option(
+        False,
+        "Layers with a sliding window keep the KV of the whole sequence, as all others do. All workers of a model must "
+        "agree.",
+        panel=_PREFIX_CACHE,
+    )
     kv_offloading_size: Annotated[GibCount, Field(ge=1)] | None = option(
         None,
         "Host memory for KV blocks that the pool may evict, in GiB; 512MiB works too. They are loaded back instead of "
