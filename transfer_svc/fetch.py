@@ -66,12 +66,16 @@ class FetchSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a source can save: it is to bring the blocks up to `stop` within `deadline` seconds."""
+    """What a source can save: it is to bring the blocks up to `stop` within `deadline` seconds.
+
+    `from_tier`: it has to load some of them first.
+    """
 
     source: PrefixSource
     stop: int
     saving: float
     deadline: float
+    from_tier: bool
 
 
 class PrefixFetcher:
@@ -155,7 +159,7 @@ class PrefixFetcher:
         tokens = token_ids[: (len(token_ids) - 1) // size * size]
         prefix = VerifiedPrefix(tokens, self._host, self._reservations, self._worker_metrics)
         try:
-            await prefix.match(cache_salt, adapter)
+            await prefix.match(cache_salt, adapter, always=always)
             self.count_loaded(prefix)
             await self._wait_for_flights(prefix)
             stop = min(len(prefix.keys), max((source.num_blocks for source in sources), default=0))
@@ -237,7 +241,10 @@ class PrefixFetcher:
                 continue
             gain = min(stop - here, room)
             compute = self.rates.compute_seconds(gain * size)
-            fetch = self.rates.fetch_seconds(source.endpoint, planes.get(source.endpoint), gain * self._block_bytes)
+            from_tier = here + gain > source.num_blocks - source.num_lower_blocks
+            fetch = self.rates.fetch_seconds(
+                source.endpoint, planes.get(source.endpoint), gain * self._block_bytes, from_tier=from_tier
+            )
             if self._avoided.get((source.endpoint, source.incarnation), now) > now:
                 reasons.append("avoided")
             elif not always and (stop - here) * size < settings.min_tokens:
@@ -248,7 +255,7 @@ class PrefixFetcher:
                 reasons.append("dearer")
             elif best is None or compute - fetch > best.saving:
                 deadline = max(settings.min_deadline, min(settings.slack * fetch, max(compute, fetch)))
-                best = _Offer(source, here + gain, compute - fetch, deadline)
+                best = _Offer(source, here + gain, compute - fetch, deadline, from_tier)
         return best, reasons[0] if reasons else ""
 
     async def _transfer(self, prefix: VerifiedPrefix, tokens: Sequence[int], offer: _Offer) -> None:
@@ -275,7 +282,7 @@ class PrefixFetcher:
             self._spawn(self._give_back(peer, asking), "prefix-release")
             arrivals = prefix.arrivals[num_before:]
             if arrivals or not is_unused:
-                self._observe(source, peer, arrivals, connected_at, clock())
+                self._observe(offer, peer, arrivals, connected_at, clock())
         logger.debug("%d blocks from %s in %.3f s", len(arrivals), source.worker_id, clock() - started_at)
 
     async def _pull(self, prefix: VerifiedPrefix, peer: Peer, attached: AttachedPrefix) -> None:
@@ -314,19 +321,17 @@ class PrefixFetcher:
         finally:
             self._peers.put_back(peer)
 
-    def _observe(
-        self, source: PrefixSource, peer: Peer, arrivals: Sequence[float], started_at: float, now: float
-    ) -> None:
+    def _observe(self, offer: _Offer, peer: Peer, arrivals: Sequence[float], started_at: float, now: float) -> None:
         num_blocks, size = len(arrivals), self._block_bytes
         first_at = arrivals[0] if arrivals else now
         num_first = sum(arrived_at == first_at for arrived_at in arrivals)
         last_at = arrivals[-1] if arrivals else now
-        self.rates.link(source.endpoint, peer.plane).observe(
+        self.rates.link(offer.source.endpoint, peer.plane, from_tier=offer.from_tier).observe(
             num_blocks * size, last_at - started_at, num_first * size, first_at - started_at
         )
         if num_blocks:
             num_tokens = num_blocks * self._cache.block_size
-            self.metrics.fetched(source.role, num_blocks, num_tokens, num_blocks * size)
+            self.metrics.fetched(offer.source.role, num_blocks, num_tokens, num_blocks * size)
 
     def _note_failure(self, request_id: str, source: PrefixSource, failed: _Failed, num_tokens: int) -> None:
         self.metrics.failed(failed.reason)

@@ -70,7 +70,8 @@ class Ticket:
     """One request's KV while others may read it, with one reference on each block of `block_ids`.
 
     `blocks` begin at index `first_block` of the sequence. A lent ticket also holds the `leading_ids` before them, since
-    who holds a block of a chain holds all before it, and the `pending_ids` whose checksums are still to be computed.
+    who holds a cached block of a chain holds all before it, and the `pending_ids` whose checksums are still to be
+    computed.
 
     `holder_left_at`: its holder's connection broke then, and nothing was heard of the holder since.
     """
@@ -90,15 +91,18 @@ class Ticket:
     is_abandoned: bool = False
     holder_left_at: float | None = None
     trace_id: str = ""
+    first_block: int = 0
     leading_ids: tuple[int, ...] = ()
     pending_ids: list[int] = field(default_factory=list)
 
     @property
-    def first_block(self) -> int:
-        return len(self.leading_ids)
+    def num_blocks(self) -> int:
+        """Leading blocks of the sequence up to the last one of this ticket."""
+        return self.first_block + len(self.blocks) + len(self.pending_ids)
 
     @property
-    def num_blocks(self) -> int:
+    def num_held(self) -> int:
+        """References."""
         return len(self.leading_ids) + len(self.blocks) + len(self.pending_ids)
 
     @property
@@ -135,7 +139,7 @@ class LeaseTable:
     @property
     def num_held_blocks(self) -> int:
         """References that tickets hold."""
-        return sum(ticket.num_blocks for ticket in self._tickets.values())
+        return sum(ticket.num_held for ticket in self._tickets.values())
 
     @property
     def lent(self) -> tuple[Ticket, ...]:
@@ -154,9 +158,18 @@ class LeaseTable:
         return ticket
 
     def lend(
-        self, holder: str, block_ids: Sequence[int], first_block: int, num_tokens: int, lease_seconds: float, now: float
+        self,
+        holder: str,
+        block_ids: Sequence[int],
+        first_block: int,
+        num_tokens: int,
+        lease_seconds: float,
+        now: float,
+        *,
+        begin: int = 0,
     ) -> Ticket:
-        """A ticket over cached blocks, attached by `holder`; the references on all of `block_ids` pass to it.
+        """A ticket over blocks from number `begin` on of a chain, attached by `holder`; the references on all of
+        `block_ids` pass to it.
 
         `extend` makes those from `first_block` on readable, in order; with the last one the ticket has its result.
         """
@@ -164,7 +177,8 @@ class LeaseTable:
         ticket.state, ticket.epoch, ticket.holder = TicketState.LENT, 1, holder
         ticket.leased_at, ticket.expires_at = now, now + lease_seconds
         ticket.num_cached_tokens = num_tokens
-        ticket.leading_ids, ticket.pending_ids = tuple(block_ids[:first_block]), list(block_ids[first_block:])
+        num_leading, ticket.first_block = first_block - begin, first_block
+        ticket.leading_ids, ticket.pending_ids = tuple(block_ids[:num_leading]), list(block_ids[num_leading:])
         self._tickets[ticket.name] = ticket
         return ticket
 

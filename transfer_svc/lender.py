@@ -1,6 +1,7 @@
 """Lends cached blocks to workers that would have to compute them. Whoever borrows can do without at any time.
 
-lend        references on what is cached of the chain, a ticket in the lease table, checksums in the background
+lend        references on what the device has of the chain; what only host memory or the disk has is loaded behind it,
+            verified, into blocks that are nobody else's; a ticket in the lease table, checksums in the background
 relieve     own requests lack blocks: tickets are revoked, the newest first, until they do no more
 """
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.host import EngineHost
+from engine.tiers.load import SOURCE_NAMES
 from pagewire.errors import NotFound, ResourceExhausted
 from pagewire.fetch_metrics import FetchMetrics
 from transfer_svc.leases import LeaseTable, Ticket, TicketError
@@ -30,7 +32,8 @@ class LendLimits:
 
 
 class Lender:
-    """Lives on the worker's event loop. `num_lacking` says how many blocks the worker's own requests lack now."""
+    """Lives on the worker's event loop. `num_lacking` says how many blocks the worker's own requests lack now, and
+    `num_spare` how many may be taken without holding up anybody."""
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class Lender:
         sender: KvSender,
         clock: Callable[[], float],
         num_lacking: Callable[[], int],
+        num_spare: Callable[[], int],
         metrics: FetchMetrics,
         limits: LendLimits | None = None,
     ) -> None:
@@ -48,9 +52,11 @@ class Lender:
         self._sender = sender
         self._clock = clock
         self._num_lacking = num_lacking
+        self._num_spare = num_spare
         self._metrics = metrics
         self._limits = limits or LendLimits()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_loading = 0  # blocks, of lends that wait for a tier
         self.draining = False  # then nothing new is lent; what is lent may be read to its end
 
     async def stop(self) -> None:
@@ -59,29 +65,64 @@ class Lender:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def lend(self, holder: str, keys: Sequence[bytes], token_ids: Sequence[int], first_block: int) -> Ticket:
-        """A ticket over the leading blocks of the chain that are cached here, more than `first_block` of them.
+    async def lend(self, holder: str, keys: Sequence[bytes], token_ids: Sequence[int], first_block: int) -> Ticket:
+        """A ticket over the leading blocks of the chain that this worker has, more than `first_block` of them.
 
-        Raises NotFound or ResourceExhausted; then nothing is held.
+        Raises NotFound or ResourceExhausted; then nothing is held, nor when it is cancelled.
         """
         most = self._most_blocks()
         if most <= first_block:
             raise self._refused()
-        block_ids = self._cache.match(keys[:most], token_ids)
-        if len(block_ids) <= first_block:
+        block_ids, begin = self._cache.match(keys[:most], token_ids), 0
+        try:
+            if len(block_ids) < first_block:  # what the device has the borrower has too
+                self._cache.release(block_ids)
+                block_ids, begin = [], first_block
+            block_ids += await self._load(keys[:most], token_ids, begin + len(block_ids))
+            num_blocks = begin + len(block_ids)
+            if num_blocks <= first_block:
+                raise NotFound(f"not more than {num_blocks} leading blocks can be had here", reason="PREFIX_GONE")
+            # What was taken is not free any more, and others may have been lent blocks meanwhile.
+            if self._num_lacking() > 0 or len(block_ids) > self._most_blocks():
+                raise self._refused()
+        except BaseException:
             self._cache.release(block_ids)
-            raise NotFound(f"{len(block_ids)} leading blocks are cached here", reason="PREFIX_GONE")
-        if self._num_lacking() > 0:  # since these are not free any more
-            self._cache.release(block_ids)
-            raise self._refused()
-        num_tokens, seconds = len(block_ids) * self._cache.block_size, self._lease_seconds
-        ticket = self._leases.lend(holder, block_ids, first_block, num_tokens, seconds, self._clock())
-        task = asyncio.create_task(self._describe(ticket.name, block_ids, keys, first_block), name="lend-checksums")
+            self._host.announce()
+            raise
+        num_tokens, seconds = num_blocks * self._cache.block_size, self._lease_seconds
+        ticket = self._leases.lend(holder, block_ids, first_block, num_tokens, seconds, self._clock(), begin=begin)
+        described = self._describe(ticket.name, block_ids[first_block - begin :], keys[first_block:num_blocks])
+        task = asyncio.create_task(described, name="lend-checksums")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self._metrics.lent_blocks.inc(len(block_ids) - first_block)
+        self._metrics.lent_blocks.inc(num_blocks - first_block)
         self._observe()
         return ticket
+
+    async def _load(self, keys: Sequence[bytes], token_ids: Sequence[int], start: int) -> list[int]:
+        """Brings what only a tier has from block number `start` on, if that is cheaper than computing it here.
+
+        The blocks are not cached: they are there for the borrower, and free again when the ticket ends.
+        """
+        tiers, room = self._host.engine.tiers, min(len(keys) - start, self._num_spare())
+        if tiers is None or room < 1:
+            return []
+        load = tiers.start_load(keys, token_ids, start, max_blocks=room)
+        if load is None:
+            return []
+        num_blocks = len(load.block_ids)
+        self._num_loading += num_blocks
+        try:
+            await asyncio.shield(asyncio.wrap_future(load.done))
+        except asyncio.CancelledError:
+            load.abandon()
+            raise
+        finally:
+            self._num_loading -= num_blocks
+        self._cache.release(load.block_ids[load.num_loaded :])
+        for name in SOURCE_NAMES:
+            self._metrics.lent_from(name, load.num_blocks_of(name))
+        return load.block_ids[: load.num_loaded]
 
     def relieve(self) -> None:
         """Own requests come first: call it whenever they may have come to lack blocks."""
@@ -105,13 +146,14 @@ class Lender:
         lent = self._leases.lent
         if self.draining or len(lent) >= self._limits.max_tickets or self._num_lacking() > 0:
             return 0
-        return int(self._cache.num_blocks * self._limits.max_share) - sum(ticket.num_blocks for ticket in lent)
+        num_lent = sum(ticket.num_held for ticket in lent) + self._num_loading
+        return int(self._cache.num_blocks * self._limits.max_share) - num_lent
 
     def _observe(self) -> None:
         self._metrics.num_lent_tickets.set(len(self._leases.lent))
 
-    async def _describe(self, name: bytes, block_ids: Sequence[int], keys: Sequence[bytes], first_block: int) -> None:
-        for start in range(first_block, len(block_ids), MAX_BLOCKS_PER_RUN):
+    async def _describe(self, name: bytes, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
+        for start in range(0, len(block_ids), MAX_BLOCKS_PER_RUN):
             stop = min(start + MAX_BLOCKS_PER_RUN, len(block_ids))
             manifest = await self._host.in_thread(
                 describe_blocks, self._host.memory, block_ids[start:stop], keys[start:stop]

@@ -65,8 +65,9 @@ class VerifiedPrefix:
         """Leading tokens whose KV is here and verified."""
         return min(len(self._block_ids) * self._cache.block_size, self._num_covered)
 
-    async def match(self, cache_salt: str, adapter: AdapterId | None = None) -> None:
-        """Computes the keys and takes the leading blocks that are here already, in the pool or below it."""
+    async def match(self, cache_salt: str, adapter: AdapterId | None = None, *, always: bool = False) -> None:
+        """Computes the keys and takes the leading blocks that are here already, in the pool or below it, unless they
+        are dearer to load than to compute; with `always` whatever it costs."""
         self._cache_salt, self._adapter = cache_salt, adapter
         keys_for = partial(self._cache.keys_for, adapter=b"" if adapter is None else adapter.key)
         self._keys = await self._host.in_thread(keys_for, self._token_ids, cache_salt)
@@ -79,6 +80,7 @@ class VerifiedPrefix:
             cache_salt,
             "" if adapter is None else adapter.name,
             max_blocks=self._reservations.num_spare,
+            always=always,
         )
         self._block_ids += found.block_ids
         self.loaded = found.num_tokens

@@ -109,7 +109,7 @@ class WorkerPrefixes:
         room = min(self._reservations.num_spare, self._most_pinned() - self.num_pinned_blocks - start)
         name = "" if prefix.adapter is None else prefix.adapter.name
         found = await load_from_tiers(
-            self._host, keys, prefix.token_ids, start, prefix.cache_salt, name, max_blocks=room
+            self._host, keys, prefix.token_ids, start, prefix.cache_salt, name, max_blocks=room, always=True
         )
         return list(found.block_ids)
 

@@ -152,7 +152,7 @@ class KvSender:
                 lease_ms=0
                 if ticket.state is TicketState.COMPUTING
                 else max(0, round((ticket.expires_at - now) * 1000)),
-                num_blocks=ticket.num_blocks,
+                num_blocks=ticket.num_held,
                 request_id=ticket.request_id,
                 holder=ticket.holder,
                 holder_left=ticket.holder_left_at is not None,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.events import CacheEvent
 from kvstore.tier_block import Entry, TierBlock
-from kvstore.tier_book import TierBook
+from kvstore.tier_book import CostOf, TierBook
 
 TierName = Literal["host", "disk"]
 Bytes = NDArray[np.uint8]
@@ -52,6 +52,10 @@ class Tier:
         self.slots = slots
         self._book = TierBook(slots.num_slots) if book is None else book
         self._lock = threading.Lock()
+
+    def price(self, cost_of: CostOf) -> None:
+        """What its blocks are worth from now on; called with this tier's lock held."""
+        self._book.cost_of = cost_of
 
     @property
     def num_slots(self) -> int:
