@@ -64,6 +64,11 @@ class TierBook:
         entry = self._entries.get(key)
         return entry is not None and entry.is_ready
 
+    def children(self, key: bytes) -> frozenset[bytes]:
+        """The blocks here that continue that one, also those that are being written."""
+        entry = self._entries.get(key)
+        return frozenset() if entry is None else frozenset(entry.children)
+
     def ready_keys(self) -> list[bytes]:
         """Parents before children."""
         return [key for key, entry in self._entries.items() if entry.is_ready]

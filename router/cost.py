@@ -15,7 +15,8 @@ class Candidate:
     `num_hit_blocks` leading blocks of this prompt lie in its cache, of which `num_lower_blocks` (by tier: "host",
     "disk") lie below the device, and `num_fetchable_blocks` on the device of some worker whose KV fits (it may be this
     one), followed by `num_fetchable_lower` (by tier) below one: what lies between the two can be fetched instead of
-    computed. `serves_model` is False if it serves another model; `has_adapter` False if it lacks the request's, `loads_adapter` True if that is not on its device.
+    computed. `serves_model` is False if it serves another model; `has_adapter` False if it lacks the request's,
+    `loads_adapter` True if that is not on its device.
     `last_chosen` is a counter's value at the last choice, 0 for never.
     """
 

@@ -16,8 +16,8 @@ def prefix_sources(
     *,
     lower: Mapping[str, Mapping[str, int]] = NOTHING,
 ) -> tuple[PrefixSource, ...]:
-    """The live `workers` whose KV fits `fingerprint` and that hold blocks, longest first; of equals those that have most
-    on the device, then prefill workers.
+    """The live `workers` whose KV fits `fingerprint` and that hold blocks, longest first; of equals those that have
+    most on the device, then prefill workers.
 
     `depths` are leading blocks on the device, `lower` those that follow them by tier, as the index has them and not as
     assumed: a block that is still to be computed cannot be fetched. The worker that gets the hint may be among them and

@@ -56,6 +56,6 @@ def best_holdings(
             of_group[tier] = max(depth, of_group.get(tier, 0))
     found = {}
     for group, top in tops.items():
-        by_tier = {tier: {"": depths.get(group, {}).get(tier, 0)} for tier in LOWER_TIERS}
+        by_tier: dict[str, dict[str, int]] = {tier: {"": depths.get(group, {}).get(tier, 0)} for tier in LOWER_TIERS}
         found[group] = Holdings(top, lower_blocks({"": top}, by_tier).get("", {}))
     return found

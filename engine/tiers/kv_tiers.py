@@ -197,15 +197,15 @@ class KvTiers:
         """
         return self._forget([(tier, tier.clear(owner)) for tier in self.tiers], Doomed(owner=owner))
 
-    def forget(self, key: bytes) -> int:
-        """Forgets the block and all that come after it, in every tier; as `clear`."""
-        return self._forget([(tier, tier.forget(key)) for tier in self.tiers], Doomed(first=key))
+    def forget(self, key: bytes, *, in_store: bool = True) -> int:
+        """Forgets the block and all that come after it, in every tier and unless spared in the store; as `clear`."""
+        return self._forget([(tier, tier.forget(key)) for tier in self.tiers], Doomed(first=key) if in_store else None)
 
-    def _forget(self, forgotten: Sequence[tuple[Tier, Sequence[Entry]]], doomed: Doomed) -> int:
+    def _forget(self, forgotten: Sequence[tuple[Tier, Sequence[Entry]]], doomed: Doomed | None) -> int:
         for erased in [writer.erase() for writer in self._writers]:
             erased.result(_ERASE_SECONDS)
         num_blocks = sum(len(entries) for _, entries in forgotten)
-        return num_blocks + (0 if self.store is None else self.store.erase(doomed))
+        return num_blocks + (0 if self.store is None or doomed is None else self.store.erase(doomed))
 
     def take_events(self) -> list[CacheEvent]:
         """What changed since the last call."""

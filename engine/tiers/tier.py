@@ -74,6 +74,11 @@ class Tier:
         with self._lock:
             return self._book.holds(key)
 
+    def children(self, key: bytes) -> frozenset[bytes]:
+        """The blocks here that continue that one."""
+        with self._lock:
+            return self._book.children(key)
+
     def ready_keys(self) -> list[bytes]:
         with self._lock:
             return self._book.ready_keys()

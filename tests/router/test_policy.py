@@ -73,7 +73,7 @@ def test_what_can_be_fetched_costs_less_than_what_must_be_computed() -> None:
 
 
 def test_what_another_has_below_its_device_costs_the_load_too() -> None:
-    """41 tokens; others hold 3 blocks of 4 on a device, and 3 more in host memory: those cost twice what the first do."""
+    """41 tokens; others hold 3 blocks of 4 on a device, and 3 more in host memory: those cost twice as much."""
     one = replace(worker("one", hit=1), num_fetchable_blocks=3, num_fetchable_lower={"host": 3})
     most = replace(worker("most", hit=6), num_fetchable_blocks=3, num_fetchable_lower={"host": 3, "disk": 40})
     choice = choose([one, most], SIZE, rng=Random(0))
