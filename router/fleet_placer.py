@@ -339,6 +339,7 @@ def _placement(planned: Plan, case: _Case) -> Placement:
         None if planned.prefill is None else _worker(planned.prefill),
         _worker(planned.decode),
         num_hit_tokens=hit_tokens(case.indexed.get(prefills.candidate.worker_id, 0), prefills.candidate),
+        num_device_tokens=hit_tokens(case.on_device.get(prefills.candidate.worker_id, 0), prefills.candidate),
         num_assumed_tokens=hit_tokens(prefills.num_hit_blocks, prefills.candidate),
         num_best_tokens=max(
             hit_tokens(case.indexed.get(each.worker_id, 0), each) for each in case.candidates if each.alive
