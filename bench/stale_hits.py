@@ -5,7 +5,9 @@
 
 Real processes: `pagewire up` with 2P2D, a tiny model, an embedded Valkey, the policy `prefix`, no fetches. Multi-turn
 chats come as an open load, first with pools that hold more than is in use, then with pools of two thirds of it, so that
-something is evicted all the time. A hit is expected where the index has leading blocks of the prompt on the device of
+something is evicted all the time. What counts is how long the router's knowledge is old (the index's lag and the way to
+the worker) against how long a block stays unused before it is evicted, so the pools hold a hundred prompts, not ten; on
+a busy machine the lag is large. A hit is expected where the index has leading blocks of the prompt on the device of
 the worker that prefills, and stale where that one finds fewer: evicted between the router's choice and the request's
 admission (its queue and the index's lag). Afterwards nothing happens for some seconds, and every chat goes on once
 more, one after the other: then there must be no stale hit. The counts are the router's own metrics.
@@ -34,6 +36,7 @@ from pagewire import AsyncClient
 
 GOAL = 0.001
 QUIET_SECONDS = 3.0
+NUM_AT_REST = 60
 WORKING_SETS = (0.73, 1.5)
 
 
@@ -100,7 +103,7 @@ class Run:
                 rows.append(self._row(phase, len(tasks) - num_before, before, await counts(port)))
         await asyncio.sleep(QUIET_SECONDS)
         before, num_asked = await counts(port), 0
-        for chat in list(chats.values())[-4 * self.workload.num_customers :]:
+        for chat in list(chats.values())[-NUM_AT_REST:]:
             await real.turn(client, chat, say(1))
             await asyncio.sleep(0.05)  # the workers' events of this turn
             num_asked += 1
@@ -140,7 +143,8 @@ async def counts(port: int) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="20 s of load for each size")
-    parser.add_argument("--rate", type=float, default=8.0, help="requests/s")
+    parser.add_argument("--rate", type=float, default=6.0, help="requests/s")
+    parser.add_argument("--customers", type=int, default=96, help="each with a system prompt and three users")
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write a CSV")
@@ -150,8 +154,10 @@ def main() -> None:
     print("working set  phase  requests  expected  stale  share     stale tokens  hit rate")
     with tempfile.TemporaryDirectory(prefix="pagewire-stale-") as directory:
         for working_set in WORKING_SETS:
-            workload = Workload(working_set, 12, 3, system_tokens=960, question_tokens=64, answer_tokens=64)
-            for row in Run(workload, options.rate, Path(directory), options.seed).run(seconds / 4, seconds):
+            workload = Workload(
+                working_set, options.customers, 3, system_tokens=960, question_tokens=64, answer_tokens=64
+            )
+            for row in Run(workload, options.rate, Path(directory), options.seed).run(seconds / 2, seconds):
                 rows.append(row)
                 print(
                     f"{row.working_set:>11.2f}  {row.phase:<5}  {row.requests:>8}  {row.expected_hits:>8}  "

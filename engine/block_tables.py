@@ -37,6 +37,12 @@ class BlockTables:
         sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.loaded_tokens = ()
 
+    def renew(self, sequence: Sequence) -> None:
+        """What is cached of a sequence that has to wait counts as just used, so that it is evicted later."""
+        self.extend_keys(sequence)
+        keys = sequence.keys[: self.most_cached(sequence)]
+        self._cache.release(self._cache.match(keys, sequence.token_ids))
+
     def give_up(self, sequence: Sequence, num_releases: int, promised: int) -> None:
         """Gives back what `match` has found and notes why; `num_releases` are those before the look-up."""
         num_cached = len(sequence.block_table)

@@ -119,7 +119,7 @@ def test_a_dear_block_stays_unused_for_longer_but_not_for_ever() -> None:
     book = TierBook(2, lambda entry: costs.get(entry.block.key, 1.0))
     _store(book, _block("a", 0))
     survived = 0
-    while book.holds(b"a0"):
+    while book.holds(b"a0") and survived < 100:
         _store(book, TierBlock(b"x%d" % survived, None, (0,)))
         survived += 1
     assert survived == 4  # the first finds a free slot
