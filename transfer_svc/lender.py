@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.host import EngineHost
 from engine.tiers.load import SOURCE_NAMES
+from kvstore.kv_groups import HeldBlocks
 from pagewire.errors import NotFound, ResourceExhausted
 from pagewire.fetch_metrics import FetchMetrics
 from transfer_svc.leases import LeaseTable, Ticket, TicketError
@@ -70,32 +71,41 @@ class Lender:
 
         Raises NotFound or ResourceExhausted; then nothing is held, nor when it is cancelled.
         """
-        most = self._most_blocks()
+        most = self._cache.groups.deepest_hit(self._most_blocks(), len(keys))
         if most <= first_block:
             raise self._refused()
-        block_ids, begin = self._cache.match(keys[:most], token_ids), 0
+        held = self._cache.match_groups(keys[:most], token_ids)
         try:
-            if len(block_ids) < first_block:  # what the device has the borrower has too
-                self._cache.release(block_ids)
-                block_ids, begin = [], first_block
-            block_ids += await self._load(keys[:most], token_ids, begin + len(block_ids))
-            num_blocks = begin + len(block_ids)
-            if num_blocks <= first_block:
-                raise NotFound(f"not more than {num_blocks} leading blocks can be had here", reason="PREFIX_GONE")
+            if held[0].end < first_block and self._host.engine.tiers is not None:
+                self._release(held)
+                held = [HeldBlocks(first_block, ())]  # what the device has the borrower has too
+            own = held[0]
+            loaded = await self._load(keys[:most], token_ids, own.end)
+            held[0] = own = HeldBlocks(own.first, (*own.block_ids, *loaded))
+            if own.end <= first_block:
+                raise NotFound(f"not more than {own.end} leading blocks can be had here", reason="PREFIX_GONE")
             # What was taken is not free any more, and others may have been lent blocks meanwhile.
-            if self._num_lacking() > 0 or len(block_ids) > self._most_blocks():
+            if self._num_lacking() > 0 or (loaded and len(own.block_ids) > self._most_blocks()):
                 raise self._refused()
         except BaseException:
-            self._cache.release(block_ids)
+            self._release(held)
             self._host.announce()
             raise
-        num_tokens, seconds = num_blocks * self._cache.block_size, self._lease_seconds
-        ticket = self._leases.lend(holder, block_ids, first_block, num_tokens, seconds, self._clock(), begin=begin)
-        described = self._describe(ticket.name, block_ids[first_block - begin :], keys[first_block:num_blocks])
-        task = asyncio.create_task(described, name="lend-checksums")
+        firsts = [max(first_block, own.first), *(blocks.first for blocks in held[1:])]
+        ticket = self._leases.lend(
+            holder,
+            own.block_ids,
+            firsts[0] - own.first,
+            own.end * self._cache.block_size,
+            self._lease_seconds,
+            self._clock(),
+            firsts if self._cache.groups.slides or own.first else (),
+            [blocks.block_ids for blocks in held[1:]],
+        )
+        task = asyncio.create_task(self._describe(ticket.name, held, keys, firsts), name="lend-checksums")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self._metrics.lent_blocks.inc(num_blocks - first_block)
+        self._metrics.lent_blocks.inc(sum(blocks.end - first for blocks, first in zip(held, firsts, strict=True)))
         self._observe()
         return ticket
 
@@ -146,20 +156,27 @@ class Lender:
         lent = self._leases.lent
         if self.draining or len(lent) >= self._limits.max_tickets or self._num_lacking() > 0:
             return 0
-        num_lent = sum(ticket.num_held for ticket in lent) + self._num_loading
+        num_lent = sum(ticket.num_blocks for ticket in lent) + self._num_loading
         return int(self._cache.num_blocks * self._limits.max_share) - num_lent
 
     def _observe(self) -> None:
         self._metrics.num_lent_tickets.set(len(self._leases.lent))
 
-    async def _describe(self, name: bytes, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
-        for start in range(0, len(block_ids), MAX_BLOCKS_PER_RUN):
-            stop = min(start + MAX_BLOCKS_PER_RUN, len(block_ids))
-            manifest = await self._host.in_thread(
-                describe_blocks, self._host.memory, block_ids[start:stop], keys[start:stop]
-            )
-            try:
-                self._leases.extend(name, manifest)
-            except TicketError:
-                return  # released, expired or revoked meanwhile; the checksums of what lay there since are for nobody
-            self._sender.wake(name)
+    def _release(self, held: Sequence[HeldBlocks]) -> None:
+        for blocks in reversed(held):
+            self._cache.release(blocks.block_ids)
+
+    async def _describe(
+        self, name: bytes, held: Sequence[HeldBlocks], keys: Sequence[bytes], firsts: Sequence[int]
+    ) -> None:
+        """Group by group, from number `firsts` of each on."""
+        for group, (blocks, first) in enumerate(zip(held, firsts, strict=True)):
+            for start in range(first, blocks.end, MAX_BLOCKS_PER_RUN):
+                stop = min(start + MAX_BLOCKS_PER_RUN, blocks.end)
+                block_ids = blocks.block_ids[start - blocks.first : stop - blocks.first]
+                manifest = await self._host.in_thread(describe_blocks, self._host.memory, block_ids, keys[start:stop])
+                try:
+                    self._leases.extend(name, manifest, group)
+                except TicketError:
+                    return  # released, expired or revoked meanwhile: the checksums are for nobody
+                self._sender.wake(name)

@@ -55,6 +55,8 @@ SETTINGS: dict[str, Setting] = {
     "int8": Setting({"quantization": "int8"}, changes_output=True),
     "w8a8": Setting({"quantization": "w8a8"}, changes_output=True),
     "GPTQ": Setting(model=GPTQ_DIR, changes_output=True),
+    "int8 KV": Setting({"kv_cache_dtype": "int8"}, changes_output=True),
+    "fp8 KV": Setting({"kv_cache_dtype": "fp8"}, changes_output=True),
     "structured output": Setting(
         sampling={"structured_output": StructuredOutput("regex", "([a-z]{2,4}-[0-9]{1,3};){4,8}"), "ignore_eos": False},
         changes_output=True,
@@ -69,6 +71,7 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"int8", "w8a8"}): "weights have one form at a time",
     frozenset({"int8", "GPTQ"}): "weights have one form at a time",
     frozenset({"w8a8", "GPTQ"}): "weights have one form at a time",
+    frozenset({"int8 KV", "fp8 KV"}): "the cache has one form at a time",
 }
 """Pairs that cannot be, and why."""
 
