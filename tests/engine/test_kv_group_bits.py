@@ -156,6 +156,6 @@ def test_speculation_and_migration(build: Callable[..., Engine], name: str) -> N
 
 
 def test_what_says_no_to_groups(build: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = build(kv_offloading_size=1 << 20)
+    engine = build(kv_offloading_size="1MiB")
     assert engine.kv_cache.groups.is_plain
     assert "layers with a window keep the KV of the whole sequence: kv_offloading_size" in caplog.text
