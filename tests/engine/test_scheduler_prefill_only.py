@@ -115,3 +115,24 @@ def test_abort_in_mid_prefill(num_steps: int) -> None:
     harness.step()
     assert "short" in harness.held
     harness.check_idle()
+
+
+def test_prefills_that_take_windows_on_the_way_do_not_wait_for_each_other_for_ever() -> None:
+    """Both hold what they have, nothing is free: the worse one starts over, and what was handed out stays right."""
+    harness = Harness(windows=(None, 5), num_blocks=24, max_num_batched_tokens=4, enable_caching=False)
+    for name in ("first", "second"):
+        harness.ask(name, 20, max_tokens=2, prefill_only=True)
+    harness.step()
+    taken = harness.cache.allocate(harness.cache.num_free) or []
+    for _ in range(30):
+        harness.step()
+    assert harness.scheduler.num_preemptions > 0
+    assert list(harness.held) == ["first"]
+    harness.cache.release(taken)
+    harness.run()
+    held = harness.held["second"]
+    assert held.wanted_from == (0, (16 - 5 + 1) // 4)
+    assert [blocks.first for blocks in held.groups] == [0, 3]
+    assert harness.runner.visible(held.block_ids, 20) == list(harness.requests["second"].prompt_token_ids)
+    harness.check_outputs()
+    harness.check_idle()
