@@ -48,6 +48,13 @@ class BlockTables:
         sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.loaded_tokens = ()
 
+    def renew(self, sequence: Sequence) -> None:
+        """What is cached of a sequence that has to wait counts as just used, so that it is evicted later."""
+        self.extend_keys(sequence)
+        keys = sequence.keys[: self.most_cached(sequence)]
+        for blocks in reversed(self._cache.match_groups(keys, sequence.token_ids)):
+            self._cache.release(blocks.block_ids)
+
     def give_up(self, sequence: Sequence, num_releases: int, promised: int) -> None:
         """Gives back what `match` has found and notes why; `num_releases` are those before the look-up."""
         most, num_missing = self.most_cached(sequence), self.num_missing_on_the_way(sequence)

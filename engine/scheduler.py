@@ -118,6 +118,8 @@ class Scheduler:
         sequences = starting_sequences(request, self._num_arrivals)
         if request.adopted is not None:
             sequences = self._adopt(sequences, request.adopted)
+        elif self._queues.requests:
+            self._tables.renew(sequences[0])  # sent here for what is cached: that is to be here when its turn comes
         cost = num_tokens_of_work(request, self.config.max_model_len)
         self._queues.add(request, sequences, cost)
 

@@ -24,15 +24,22 @@ class TierBlock:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A block in a slot; callers read it and change it only through the book. `checksum` counts once it is ready."""
+    """A block in a slot, number `depth` of its chain; callers read it and change it only through the book.
+
+    `checksum` counts once it is ready. `stamp`, `age` and `cost` say when it is evicted (`TierBook`).
+    """
 
     block: TierBlock
     slot: int
+    depth: int = 0
     checksum: int = 0
     is_ready: bool = False
     num_readers: int = 0
     pinned_until: float = 0.0
     stamp: int = 0
+    age: float = 0.0
+    num_uses: int = 0
+    cost: float = 0.0
     is_gone: bool = False
     in_heap: bool = False
     children: set[bytes] = field(default_factory=set)

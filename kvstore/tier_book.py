@@ -3,37 +3,50 @@
     begin_store ──► WRITING ── finish_store ──► READY ── evicted, forgotten or cleared ──► slot free
                        └────── cancel_store ──► slot free
 
-A block that is being written is never found. A block is stored only behind its parent, and only leaves are evicted,
-the least recently used first, so what a tier holds of a chain is prefix-closed. Whoever reads or writes a slot has it:
-a block that is forgotten meanwhile is not found any more, but its slot is reused only when the last reader is done.
+A block that is being written is never found. A block is stored only behind its parent, and only leaves are evicted, so
+what a tier holds of a chain is prefix-closed. Whoever reads or writes a slot has it: a block that is forgotten
+meanwhile is not found any more, but its slot is reused only when the last reader is done.
+
+Which leaf goes is GreedyDual's choice (Young 1994; Cao and Irani 1997; all blocks are of one size): the one with the
+least value
+
+    value = age when it was last of use + what it costs to have it again      age = value of what was evicted last
+
+so a block that costs twice as much stays unused twice as long. Of equal values the least recently used goes; with one
+cost for all that is LRU. A leaf's cost is asked for when its turn comes, not when it is used: O(log n) an eviction.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.events import CacheEvent, EventKind, Tier, in_runs
 from kvstore.tier_block import Entry, TierBlock
+
+CostOf = Callable[[Entry], float]
+"""What it costs to have a block again; at least 0, in any one unit."""
 
 
 class TierBook:
     """`num_slots` slots, 0 … num_slots-1, of which `num_ready` have a block that can be read.
 
-    Pure: not thread-safe, no I/O; `now` is in seconds of any one clock.
+    Pure: not thread-safe, no I/O; `now` is in seconds of any one clock. `cost_of` may be replaced.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, cost_of: CostOf = lambda entry: 1.0) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, got {num_slots}")
         self.num_slots = num_slots
         self.num_evictions = 0
         self.num_ready = 0
+        self.cost_of = cost_of
         self._free = dict.fromkeys(range(num_slots - 1, -1, -1))
         self._entries: dict[bytes, Entry] = {}
         self._retired: list[int] = []
         self._leaving: dict[int, Entry] = {}  # forgotten, by slot; somebody still reads or writes there
-        self._heap: list[tuple[int, int, Entry]] = []  # (stamp, slot, leaf), brought up to date when taken out
+        self._heap: list[tuple[float, int, Entry]] = []  # (value, stamp, leaf), brought up to date when taken out
         self._pins: list[tuple[float, int, Entry]] = []
         self._clock = 0
+        self._age = 0.0
         self._events: list[tuple[EventKind, bytes]] = []
 
     @property
@@ -50,6 +63,11 @@ class TierBook:
         """True if the block can be read."""
         entry = self._entries.get(key)
         return entry is not None and entry.is_ready
+
+    def children(self, key: bytes) -> frozenset[bytes]:
+        """The blocks here that continue that one, also those that are being written."""
+        entry = self._entries.get(key)
+        return frozenset() if entry is None else frozenset(entry.children)
 
     def ready_keys(self) -> list[bytes]:
         """Parents before children."""
@@ -70,7 +88,8 @@ class TierBook:
                 parent.children.discard(block.key)
                 self._note_if_evictable(parent)
             return None
-        entry = self._entries[block.key] = Entry(block, self._free.popitem()[0])
+        depth = 0 if parent is None else parent.depth + 1
+        entry = self._entries[block.key] = Entry(block, self._free.popitem()[0], depth)
         return entry
 
     def finish_store(self, entry: Entry, checksum: int) -> bool:
@@ -100,13 +119,14 @@ class TierBook:
 
     def restore(self, block: TierBlock, slot: int, checksum: int) -> bool:
         """Books a block found in its slot at start, parents first; False if its parent or its slot is not to be had."""
-        has_parent = block.parent is None or block.parent in self._entries
-        if block.key in self._entries or not has_parent or slot not in self._free:
+        parent = None if block.parent is None else self._entries.get(block.parent)
+        is_orphan = block.parent is not None and parent is None
+        if block.key in self._entries or is_orphan or slot not in self._free:
             return False
         del self._free[slot]
-        entry = self._entries[block.key] = Entry(block, slot)
-        if block.parent is not None:
-            self._entries[block.parent].children.add(block.key)
+        entry = self._entries[block.key] = Entry(block, slot, 0 if parent is None else parent.depth + 1)
+        if parent is not None:
+            parent.children.add(block.key)
         return self.finish_store(entry, checksum)
 
     # --- reading ---
@@ -217,6 +237,7 @@ class TierBook:
             if entry.block.parent is not None:
                 parent = self._entries.get(entry.block.parent)
                 _expect(parent is not None and parent.is_ready and key in parent.children, "a block has no parent")
+                _expect(parent is not None and entry.depth == parent.depth + 1, "a block has another number")
             _expect(all(child in self._entries for child in entry.children), "a block has a child that is gone")
             _expect(entry.in_heap or not self._is_evictable(entry), "a block could never be evicted")
         _expect(self.num_ready == sum(e.is_ready for e in self._entries.values()), "ready blocks are miscounted")
@@ -226,7 +247,8 @@ class TierBook:
 
     def _touch(self, entry: Entry) -> None:
         self._clock += 1
-        entry.stamp = self._clock
+        entry.stamp, entry.age, entry.cost = self._clock, self._age, 0.0
+        entry.num_uses += 1
 
     def _is_evictable(self, entry: Entry) -> bool:
         idle = entry.is_ready and not entry.num_readers and not entry.children
@@ -235,7 +257,7 @@ class TierBook:
     def _note_if_evictable(self, entry: Entry) -> None:
         if self._is_evictable(entry) and not entry.in_heap:
             entry.in_heap = True
-            heapq.heappush(self._heap, (entry.stamp, entry.slot, entry))
+            heapq.heappush(self._heap, (entry.age + entry.cost, entry.stamp, entry))
 
     def _expire_pins(self, now: float) -> None:
         while self._pins and self._pins[0][0] <= now:
@@ -245,20 +267,25 @@ class TierBook:
                 self._note_if_evictable(entry)
 
     def _evict(self) -> bool:
-        """Makes one slot free, that of the leaf that was not of use for longest."""
+        """Makes one slot free, that of the leaf that is worth least."""
         while self._heap:
-            stamp, _, entry = heapq.heappop(self._heap)
+            _, stamp, entry = heapq.heappop(self._heap)
             entry.in_heap = False
-            if stamp != entry.stamp:
+            if not self._is_evictable(entry):
+                continue
+            cost = self.cost_of(entry)
+            if stamp != entry.stamp or cost > entry.cost:  # used since, or its turn comes for the first time
+                entry.cost = max(cost, entry.cost)
                 self._note_if_evictable(entry)
-            elif self._is_evictable(entry):
-                parent = entry.block.parent
-                if parent is not None:  # whoever used the block has used its parent
-                    self._entries[parent].stamp = max(self._entries[parent].stamp, entry.stamp)
-                self._remove(entry)
-                self._leave(entry)
-                self.num_evictions += 1
-                return True
+                continue
+            self._age = max(self._age, entry.age + entry.cost)
+            parent = None if entry.block.parent is None else self._entries[entry.block.parent]
+            if parent is not None and parent.stamp < entry.stamp:  # whoever used the block has used its parent
+                parent.stamp, parent.age, parent.cost = entry.stamp, entry.age, 0.0
+            self._remove(entry)
+            self._leave(entry)
+            self.num_evictions += 1
+            return True
         return False
 
     def _remove(self, entry: Entry) -> None:

@@ -28,6 +28,9 @@ class FetchMetrics:
             "pagewire:computed_prompt_tokens", "Tokens computed by sequences that still prefill."
         ).labels(model_name)
         self.lent_blocks = counter("pagewire:lent_blocks", "Cached blocks lent to other workers.").labels(model_name)
+        self._lent_from_tier = counter(
+            "pagewire:lent_tier_blocks", "Those of them that were loaded from a tier for it.", "tier"
+        )
         self.lends_refused = counter("pagewire:lends_refused", "Loans refused for lack of blocks.").labels(model_name)
         self.lends_revoked = counter("pagewire:lends_revoked", "Loans ended since own requests lacked blocks.").labels(
             model_name
@@ -54,6 +57,10 @@ class FetchMetrics:
         self._fetched_tokens.labels(self._name, f"remote_{role}").inc(num_tokens)
         self.fetched_blocks.inc(num_blocks)
         self.fetched_bytes.inc(num_bytes)
+
+    def lent_from(self, tier: str, num_blocks: int) -> None:
+        """Counts lent blocks that were below the device."""
+        self._lent_from_tier.labels(self._name, tier).inc(num_blocks)
 
     def failed(self, reason: str) -> None:
         """Counts one fetch that brought less than it was to bring."""

@@ -114,7 +114,9 @@ class RouterMetrics:
             (*_LABELS, "source"),
             registry=registry,
         )
-        self.expected_hits = counter("pagewire:expected_hits", "Requests for which the index promised a hit.")
+        self.expected_hits = counter(
+            "pagewire:expected_hits", "Requests for which the index promised a hit on the device."
+        )
         self.stale_hits = counter("pagewire:stale_hits", "Those of them for which the worker had less than that.")
         self.stale_hit_tokens = counter("pagewire:stale_hit_tokens", "Prompt tokens that the index promised in vain.")
         self.missed_assumed_tokens = counter(

@@ -52,6 +52,11 @@ class PrefixControl(Protocol):
         """Forgets its blocks from that one on and what continues them, in every tier; returns how many."""
         ...
 
+    async def remove_moved(self, prefix: Prefix, last_block: int) -> int:
+        """Its blocks up to that one are on another worker now: forgets that one and what continues it, and those before
+        it that nothing else continues and no other pin keeps, on the device and below; returns how many."""
+        ...
+
     async def clear_tenant(self, cache_salt: str) -> int:
         """Forgets everything of that salt, in every tier; returns how many blocks."""
         ...

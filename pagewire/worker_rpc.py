@@ -182,7 +182,11 @@ class WorkerAdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ClearPrefixResponse:
         self._check_is_me(request.worker_id)
         what = request.WhichOneof("what")
-        if what == "request":
+        if request.moved and what != "request":
+            raise InvalidArgument("moved", True, "must be false without request: only a prompt's blocks move")
+        if what == "request" and request.moved:
+            num_blocks = await self._prefixes.remove_moved(self._prefix(request), request.first_block)
+        elif what == "request":
             num_blocks = await self._prefixes.clear(self._prefix(request), request.first_block)
         elif what == "cache_salt":
             check_salt("cache_salt", request.cache_salt)

@@ -64,13 +64,15 @@ class AdapterView:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A worker that is said to hold `num_blocks` leading blocks of a prompt; the plain form of the message."""
+    """A worker that is said to hold `num_blocks` leading blocks of a prompt, the last `num_lower_blocks` of them below
+    its device; the plain form of the message."""
 
     endpoint: str
     worker_id: str
     incarnation: int
     num_blocks: int
     role: WorkerRole
+    num_lower_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,9 +177,14 @@ def _prefix_sources(message: types_pb2.WorkerRequest, worker: WorkerDescription)
 
 def _listed(listed: Sequence[types_pb2.PrefixSource], own: int) -> tuple[PrefixSource, ...]:
     return tuple(
-        PrefixSource(each.endpoint, each.worker_id, each.incarnation, each.num_blocks, "prefill")
-        if each.role == types_pb2.WORKER_ROLE_PREFILL
-        else PrefixSource(each.endpoint, each.worker_id, each.incarnation, each.num_blocks, "decode")
+        PrefixSource(
+            each.endpoint,
+            each.worker_id,
+            each.incarnation,
+            each.num_blocks,
+            "prefill" if each.role == types_pb2.WORKER_ROLE_PREFILL else "decode",
+            min(each.num_lower_blocks, each.num_blocks),
+        )
         for each in listed
         if each.endpoint and each.num_blocks > own
     )
@@ -206,6 +211,7 @@ def prefix_source_to_proto(source: PrefixSource) -> types_pb2.PrefixSource:
         incarnation=source.incarnation,
         num_blocks=source.num_blocks,
         role=_ROLES[source.role],
+        num_lower_blocks=source.num_lower_blocks,
     )
 
 

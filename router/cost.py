@@ -13,9 +13,10 @@ class Candidate:
     """One worker as the policy sees it.
 
     `num_hit_blocks` leading blocks of this prompt lie in its cache, of which `num_lower_blocks` (by tier: "host",
-    "disk") lie below the device, and `num_fetchable_blocks` in that of some worker whose KV fits (it may be
-    this one): what lies between the two can be fetched instead of computed. `serves_model` is False if it serves
-    another model; `has_adapter` False if it lacks the request's, `loads_adapter` True if that is not on its device.
+    "disk") lie below the device, and `num_fetchable_blocks` on the device of some worker whose KV fits (it may be this
+    one), followed by `num_fetchable_lower` (by tier) below one: what lies between the two can be fetched instead of
+    computed. `serves_model` is False if it serves another model; `has_adapter` False if it lacks the request's,
+    `loads_adapter` True if that is not on its device.
     `last_chosen` is a counter's value at the last choice, 0 for never.
     """
 
@@ -27,6 +28,7 @@ class Candidate:
     last_chosen: int = 0
     num_lower_blocks: Mapping[str, int] = field(default_factory=dict)
     num_fetchable_blocks: int = 0
+    num_fetchable_lower: Mapping[str, int] = field(default_factory=dict)
     has_adapter: bool = True
     loads_adapter: bool = False
 
@@ -61,7 +63,8 @@ class Weights:
     sequence: float = 16.0
     # An uncached prompt token on a decode worker that need not compute it, only receive it; 1 if nobody else prefills.
     received_token: float = 0.25
-    # An uncached prompt token that the computing worker can fetch from another one.
+    # An uncached prompt token that the computing worker can fetch from another one's device; from below it, which that
+    # one has to load first, that costs what loading costs too.
     fetched_token: float = 0.1
     # A block that a decode worker would have to take from somebody.
     missing_block: float = 64.0
@@ -77,23 +80,34 @@ def uncached_tokens(candidate: Candidate, num_prompt_tokens: int) -> int:
     return num_prompt_tokens - min(hit, num_prompt_tokens - 1)
 
 
-def fetchable_tokens(candidate: Candidate, num_prompt_tokens: int) -> int:
-    """Those of `uncached_tokens` that another worker holds."""
-    most = (num_prompt_tokens - 1) // candidate.description.fingerprint.block_size
-    num_blocks = min(candidate.num_fetchable_blocks, most) - min(candidate.num_hit_blocks, most)
-    return max(0, num_blocks) * candidate.description.fingerprint.block_size
+def fetchable_tokens(candidate: Candidate, num_prompt_tokens: int) -> dict[str, int]:
+    """Those of `uncached_tokens` that another worker holds, by where: "device" or a tier below it."""
+    block_size = candidate.description.fingerprint.block_size
+    most = (num_prompt_tokens - 1) // block_size
+    reached, stop, found = min(candidate.num_hit_blocks, most), 0, {}
+    for place, num_blocks in (("device", candidate.num_fetchable_blocks), *candidate.num_fetchable_lower.items()):
+        stop += num_blocks
+        if (num_more := min(stop, most) - reached) > 0:
+            found[place], reached = num_more * block_size, reached + num_more
+    return found
 
 
 def prefill_cost(candidate: Candidate, size: RequestSize, weights: Weights) -> dict[str, float]:
     """Tokens to compute before the first token is there: those of this prompt and those that wait before it."""
     fetchable = fetchable_tokens(candidate, size.num_prompt_tokens)
-    uncached = uncached_tokens(candidate, size.num_prompt_tokens) - fetchable
+    uncached = uncached_tokens(candidate, size.num_prompt_tokens) - sum(fetchable.values())
     return {
-        "uncached": uncached + weights.fetched_token * fetchable,
+        "uncached": uncached + _fetch_cost(fetchable, weights),
         "queued": weights.queued_token * candidate.load.num_queued_tokens,
         **_tier_cost(candidate, weights),
         **_adapter_cost(candidate, weights),
     }
+
+
+def _fetch_cost(fetchable: Mapping[str, int], weights: Weights) -> float:
+    """Never more than what computing costs."""
+    tier = {"device": 0.0, **weights.tier_token}
+    return sum(num * min(1.0, weights.fetched_token + tier.get(place, 1.0)) for place, num in fetchable.items())
 
 
 def _tier_cost(candidate: Candidate, weights: Weights) -> dict[str, float]:
@@ -116,10 +130,11 @@ def decode_cost(candidate: Candidate, size: RequestSize, weights: Weights) -> di
     uncached = uncached_tokens(candidate, size.num_prompt_tokens)
     fetchable = fetchable_tokens(candidate, size.num_prompt_tokens)
     # If somebody else prefills, the ticket brings everything, from wherever that one has it.
-    fetched_token = weights.fetched_token if weights.received_token >= 1 else weights.received_token
+    num_fetchable, prefills = sum(fetchable.values()), weights.received_token >= 1
+    fetched = _fetch_cost(fetchable, weights) if prefills else weights.received_token * num_fetchable
     num_needed = -(-(uncached + size.num_choices) // worker.fingerprint.block_size)
     return {
-        "uncached": weights.received_token * (uncached - fetchable) + fetched_token * fetchable,
+        "uncached": weights.received_token * (uncached - num_fetchable) + fetched,
         "queued": float(load.num_queued_tokens),
         "active": weights.active_block * (worker.num_blocks - load.num_free_blocks),
         "sequences": weights.sequence * (load.num_running + load.num_waiting + load.num_transfers),

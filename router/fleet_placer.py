@@ -21,7 +21,7 @@ from router.placement import Demand, Limits, NoWorker, Placement, Worker
 from router.policy import Choice, NoDecodeWorker, Plan, Policy, plan
 from router.prefix_sources import prefix_sources
 from router.prompt_keys import KeySpace, PromptKeys
-from router.tier_depths import lower_blocks
+from router.tier_depths import NOTHING, best_holdings, lower_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,13 @@ _BY_PREFIX = ("prefix", "session")
 class _Case:
     """What one decision is made from: index keys by root, blocks in the index by worker id.
 
-    `on_device` can be fetched by others, `indexed` counts the tiers below too.
+    `lower` are those below the device by tier, `indexed` counts both; others can fetch all of them.
     """
 
     size: RequestSize
     keys: Mapping[bytes, Sequence[bytes]]
     on_device: Mapping[str, int]
+    lower: Mapping[str, Mapping[str, int]]
     indexed: Mapping[str, int]
     candidates: list[Candidate]
 
@@ -146,12 +147,14 @@ class FleetPlacer:
         """Whatever the policy: the less it cares for caches, the more there is to fetch."""
         workers = self._fleet.workers()
         alive = [each.description for each in workers.values() if each.alive and not each.load.draining]
-        depths = case.on_device
+        depths, lower = case.on_device, case.lower
         if self._index is not None and fingerprint.root not in case.keys:
             keys, output = _prompt_keys(demand)
             ids = [each.worker_id for each in alive if each.fingerprint == fingerprint]
-            depths = self._indexed(keys.of((fingerprint.root, fingerprint.block_size), output), ids, workers)
-        return prefix_sources(alive, depths, fingerprint, avoid)
+            chain = keys.of((fingerprint.root, fingerprint.block_size), output)
+            depths = self._indexed(chain, ids, workers)
+            lower = self._lower(chain, ids, workers, depths)
+        return prefix_sources(alive, depths, fingerprint, avoid, lower=lower)
 
     def key_spaces(self) -> list[KeySpace]:
         """What is to be hashed before `place`: for the policy, or for the hint who holds the prefix."""
@@ -191,7 +194,7 @@ class FleetPlacer:
         prompt_keys, output = _prompt_keys(demand)
         keys: dict[bytes, list[bytes]] = {}
         on_device: dict[str, int] = {}
-        lower: dict[str, dict[str, int]] = {}
+        lower: dict[str, Mapping[str, int]] = {}
         assumed: dict[str, int] = {}
         for space in self.key_spaces() if self._policy in _BY_PREFIX else ():
             root = space[0]
@@ -200,12 +203,12 @@ class FleetPlacer:
             on_device |= self._indexed(keys[root], ids, workers)
             lower |= self._lower(keys[root], ids, workers, on_device)
             assumed |= self._assumptions.hits(keys[root], ids, now)
-        fetchable: dict[WorkerFingerprint, int] = {}
-        for worker_id, depth in on_device.items() if self._may_fetch else ():
-            if workers[worker_id].alive:
-                fingerprint = workers[worker_id].description.fingerprint
-                fetchable[fingerprint] = max(depth, fetchable.get(fingerprint, 0))
-        indexed = {each: depth + sum(lower.get(each, {}).values()) for each, depth in on_device.items()}
+        indexed = {
+            worker_id: on_device.get(worker_id, 0) + sum(lower.get(worker_id, {}).values())
+            for worker_id in on_device.keys() | lower.keys()
+        }
+        alive = {each: worker.description.fingerprint for each, worker in workers.items() if worker.alive}
+        fetchable = best_holdings(on_device, lower, alive) if self._may_fetch else {}
         loads = self._assumptions.loads(now)
         candidates = [
             Candidate(
@@ -218,13 +221,14 @@ class FleetPlacer:
                 num_lower_blocks=lower.get(worker_id, {})
                 if indexed.get(worker_id, 0) > assumed.get(worker_id, 0)
                 else {},
-                num_fetchable_blocks=fetchable.get(worker.description.fingerprint, 0),
+                num_fetchable_blocks=fetchable.get(worker.description.fingerprint, NOTHING).on_device,
+                num_fetchable_lower=fetchable.get(worker.description.fingerprint, NOTHING).lower,
                 **self._adapter_at(worker, demand.adapter),
             )
             for worker_id, worker in workers.items()
         ]
         size = RequestSize(len(demand.prompt_token_ids), demand.num_output_tokens, demand.num_choices)
-        return _Case(size, keys, on_device, indexed, candidates)
+        return _Case(size, keys, on_device, lower, indexed, candidates)
 
     def _adapter_at(self, worker: FleetWorker, label: AdapterLabel | None) -> dict[str, bool]:
         """A load that was replaced meanwhile is still good for a request that began with it."""
@@ -335,6 +339,7 @@ def _placement(planned: Plan, case: _Case) -> Placement:
         None if planned.prefill is None else _worker(planned.prefill),
         _worker(planned.decode),
         num_hit_tokens=hit_tokens(case.indexed.get(prefills.candidate.worker_id, 0), prefills.candidate),
+        num_device_tokens=hit_tokens(case.on_device.get(prefills.candidate.worker_id, 0), prefills.candidate),
         num_assumed_tokens=hit_tokens(prefills.num_hit_blocks, prefills.candidate),
         num_best_tokens=max(
             hit_tokens(case.indexed.get(each.worker_id, 0), each) for each in case.candidates if each.alive

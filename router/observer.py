@@ -67,10 +67,10 @@ class RequestObserver:
         """What the worker had against what the index said when it was chosen."""
         prefills_apart = placement.prefill is not None
         metrics.hit_tokens("prefill_device" if prefills_apart else "decode_device", summary.cached_tokens)
-        metrics.expected_hits.inc(placement.num_hit_tokens > 0)
-        if summary.cached_tokens < placement.num_hit_tokens:
+        metrics.expected_hits.inc(placement.num_device_tokens > 0)
+        if summary.cached_tokens < placement.num_device_tokens:
             metrics.stale_hits.inc()
-            metrics.stale_hit_tokens.inc(placement.num_hit_tokens - summary.cached_tokens)
+            metrics.stale_hit_tokens.inc(placement.num_device_tokens - summary.cached_tokens)
         assumed = placement.num_assumed_tokens - max(summary.cached_tokens, placement.num_hit_tokens)
         metrics.missed_assumed_tokens.inc(max(0, assumed))
         metrics.duplicate_prefill_tokens.inc(max(0, placement.num_best_tokens - summary.cached_tokens))

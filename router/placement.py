@@ -30,9 +30,10 @@ class Worker:
 class Placement:
     """Who prefills (None: the decode worker does), who decodes, and who else holds leading blocks, longest first.
 
-    Prompt tokens: `num_hit_tokens` is what whoever prefills has cached according to the index, `num_assumed_tokens`
-    what it has or will have if this router's (or another's) last decisions count too, `num_best_tokens` the most that
-    any live worker has.
+    Prompt tokens: `num_hit_tokens` is what whoever prefills has cached according to the index, `num_device_tokens`
+    those of them on its device (what lies below it may find dearer to load than to compute), `num_assumed_tokens` what
+    it has or will have if this router's (or another's) last decisions count too, `num_best_tokens` the most that any
+    live worker has.
     """
 
     prefill: Worker | None
@@ -40,6 +41,7 @@ class Placement:
     num_hit_tokens: int = 0
     num_assumed_tokens: int = 0
     num_best_tokens: int = 0
+    num_device_tokens: int = 0
     prefix_sources: tuple[PrefixSource, ...] = ()
 
 

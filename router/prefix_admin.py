@@ -64,6 +64,10 @@ class PrefixAdmin(admin_pb2_grpc.AdminServiceServicer):
     async def ClearPrefix(
         self, request: admin_pb2.ClearPrefixRequest, context: _Context
     ) -> admin_pb2.ClearPrefixResponse:
+        if request.moved:
+            raise InvalidArgument(
+                "moved", True, "must be false on a router; MovePrefix with remove says it to a worker"
+            )
         message = admin_pb2.ClearPrefixRequest(first_block=request.first_block)
         what = request.WhichOneof("what")
         if what == "request":
@@ -86,24 +90,22 @@ class PrefixAdmin(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidArgument("from_worker_id", request.from_worker_id, "must differ from to_worker_id")
         (target,) = self.addressed(request.to_worker_id)
         tokens = await self._tokens(request.request)
-        source, num_blocks = await self._source(request.from_worker_id, target, tokens)
-        from_ = source.description
-        hint = PrefixSource(from_.endpoint, from_.worker_id, from_.incarnation, num_blocks, from_.role)
+        source, hint = await self._source(request.from_worker_id, target, tokens)
         message = admin_pb2.MovePrefixRequest(
             request=tokens.request, adapter=tokens.adapter, sources=[prefix_source_to_proto(hint)]
         )
         (moved,) = await ask([target], lambda stub: stub.MovePrefix(message, timeout=_MOVE_SECONDS))
         response = admin_pb2.MovePrefixResponse(num_blocks=moved.num_blocks, num_moved_blocks=moved.num_moved_blocks)
-        if request.remove and moved.num_blocks >= num_blocks:
+        if request.remove and moved.num_blocks >= hint.num_blocks:
             clear = admin_pb2.ClearPrefixRequest(
-                request=tokens.request, adapter=tokens.adapter, first_block=num_blocks - 1
+                request=tokens.request, adapter=tokens.adapter, first_block=hint.num_blocks - 1, moved=True
             )
             (cleared,) = await ask([source], lambda stub: stub.ClearPrefix(clear, timeout=ACTION_SECONDS))
             response.num_removed_blocks = cleared.num_blocks
         return response
 
-    async def _source(self, worker_id: str, target: FleetWorker, tokens: _Tokens) -> tuple[FleetWorker, int]:
-        """Who is to give it, and how many leading blocks that one has on its device."""
+    async def _source(self, worker_id: str, target: FleetWorker, tokens: _Tokens) -> tuple[FleetWorker, PrefixSource]:
+        """Who is to give it, and what that one has: the longest, of equals who has most of it on the device."""
         others = [each for each in self.addressed(worker_id) if each.description.worker_id != _id(target)]
         fit = [each for each in others if each.description.fingerprint == target.description.fingerprint]
         if worker_id and not fit:
@@ -112,12 +114,16 @@ class PrefixAdmin(admin_pb2_grpc.AdminServiceServicer):
                 f"{target.description.fingerprint}: KV cannot move between them",
                 reason="FINGERPRINT_MISMATCH",
             )
-        depths = {each.worker_id: each.num_blocks["device"] for each in await self._look_up(fit, tokens)}
-        best = max(fit, key=lambda each: depths.get(_id(each), 0), default=None)
-        if best is None or not depths.get(_id(best), 0):
+        held = {each.worker_id: each.num_blocks for each in await self._look_up(fit, tokens)}
+        # Each tier is prefix-closed, and has what it has from the first block on.
+        depths = {_id(each): max(held.get(_id(each), {}).values(), default=0) for each in fit}
+        best = max(fit, key=lambda each: (depths[_id(each)], held[_id(each)].get("device", 0)), default=None)
+        if best is None or not depths[_id(best)]:
             where = repr(worker_id) if worker_id else "any other worker"
-            raise NotFound(f"nothing of the prompt is on the device of {where}", reason="PREFIX_NOT_CACHED")
-        return best, depths[_id(best)]
+            raise NotFound(f"nothing of the prompt is cached by {where}", reason="PREFIX_NOT_CACHED")
+        from_, num_blocks = best.description, depths[_id(best)]
+        num_lower = num_blocks - held[_id(best)].get("device", 0)
+        return best, PrefixSource(from_.endpoint, from_.worker_id, from_.incarnation, num_blocks, from_.role, num_lower)
 
     async def _tokens(self, request: inference_pb2.GenerateRequest) -> _Tokens:
         """The prompt as workers take it, and the load of the adapter that it names."""

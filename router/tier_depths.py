@@ -1,6 +1,23 @@
 """Which blocks of a prompt lie below each worker's device, and in which tier. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvstore.events import LOWER_TIERS
+
+G = TypeVar("G", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Leading blocks that some worker has on its device, and those that follow them below one, by tier."""
+
+    on_device: int = 0
+    lower: Mapping[str, int] = field(default_factory=dict)
+
+
+NOTHING = Holdings()
 
 
 def lower_blocks(on_device: Mapping[str, int], depths: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
@@ -21,4 +38,24 @@ def lower_blocks(on_device: Mapping[str, int], depths: Mapping[str, Mapping[str,
             if more > 0:
                 found.setdefault(worker_id, {})[tier] = more
                 reached[worker_id] = depth
+    return found
+
+
+def best_holdings(
+    on_device: Mapping[str, int], lower: Mapping[str, Mapping[str, int]], groups: Mapping[str, G]
+) -> dict[G, Holdings]:
+    """What can be had of the workers of each group taken together; `lower` as `lower_blocks` returns it."""
+    tops: dict[G, int] = {}
+    depths: dict[G, dict[str, int]] = {}
+    for worker_id, group in groups.items():
+        depth = on_device.get(worker_id, 0)
+        tops[group] = max(depth, tops.get(group, 0))
+        for tier, more in lower.get(worker_id, {}).items():
+            depth += more
+            of_group = depths.setdefault(group, {})
+            of_group[tier] = max(depth, of_group.get(tier, 0))
+    found = {}
+    for group, top in tops.items():
+        by_tier: dict[str, dict[str, int]] = {tier: {"": depths.get(group, {}).get(tier, 0)} for tier in LOWER_TIERS}
+        found[group] = Holdings(top, lower_blocks({"": top}, by_tier).get("", {}))
     return found

@@ -66,12 +66,16 @@ class FetchSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a source can save: it is to bring the blocks up to `stop` within `deadline` seconds."""
+    """What a source can save: it is to bring the blocks up to `stop` within `deadline` seconds.
+
+    `from_tier`: it has to load some of them first.
+    """
 
     source: PrefixSource
     stop: int
     saving: float
     deadline: float
+    from_tier: bool
 
 
 class PrefixFetcher:
@@ -160,7 +164,7 @@ class PrefixFetcher:
         tokens = token_ids[: (len(token_ids) - 1) // size * size]
         prefix = VerifiedPrefix(tokens, self._host, self._reservations, self._worker_metrics)
         try:
-            await prefix.match(cache_salt, adapter, as_hit=True)
+            await prefix.match(cache_salt, adapter, as_hit=True, always=always)
             num_before = prefix.num_blocks
             self.count_loaded(prefix)
             await self._wait_for_flights(prefix)
@@ -245,7 +249,10 @@ class PrefixFetcher:
             gain = prefix.deepest(stop, room) - here
             num_bytes = prefix.num_lacking(here + gain) * self._block_bytes
             compute = self.rates.compute_seconds(gain * size)
-            fetch = self.rates.fetch_seconds(source.endpoint, planes.get(source.endpoint), num_bytes)
+            from_tier = here + gain > source.num_blocks - source.num_lower_blocks
+            fetch = self.rates.fetch_seconds(
+                source.endpoint, planes.get(source.endpoint), num_bytes, from_tier=from_tier
+            )
             if self._avoided.get((source.endpoint, source.incarnation), now) > now:
                 reasons.append("avoided")
             elif not always and (stop - here) * size < settings.min_tokens:
@@ -256,7 +263,7 @@ class PrefixFetcher:
                 reasons.append("dearer")
             elif best is None or compute - fetch > best.saving:
                 deadline = max(settings.min_deadline, min(settings.slack * fetch, max(compute, fetch)))
-                best = _Offer(source, here + gain, compute - fetch, deadline)
+                best = _Offer(source, here + gain, compute - fetch, deadline, from_tier)
         return best, reasons[0] if reasons else ""
 
     async def _transfer(self, prefix: VerifiedPrefix, tokens: Sequence[int], offer: _Offer) -> None:
@@ -285,7 +292,7 @@ class PrefixFetcher:
             arrivals = prefix.arrivals[num_before:]
             if arrivals or not is_unused:
                 num_tokens = prefix.num_arrived_tokens - num_tokens_before
-                self._observe(source, peer, arrivals, num_tokens, connected_at, clock())
+                self._observe(offer, peer, arrivals, num_tokens, connected_at, clock())
         logger.debug("%d blocks from %s in %.3f s", len(arrivals), source.worker_id, clock() - started_at)
 
     async def _pull(self, prefix: VerifiedPrefix, peer: Peer, attached: AttachedPrefix) -> None:
@@ -326,7 +333,7 @@ class PrefixFetcher:
 
     def _observe(
         self,
-        source: PrefixSource,
+        offer: _Offer,
         peer: Peer,
         arrivals: Sequence[float],
         num_tokens: int,
@@ -337,11 +344,11 @@ class PrefixFetcher:
         first_at = arrivals[0] if arrivals else now
         num_first = sum(arrived_at == first_at for arrived_at in arrivals)
         last_at = arrivals[-1] if arrivals else now
-        self.rates.link(source.endpoint, peer.plane).observe(
+        self.rates.link(offer.source.endpoint, peer.plane, from_tier=offer.from_tier).observe(
             num_blocks * size, last_at - started_at, num_first * size, first_at - started_at
         )
         if num_blocks:
-            self.metrics.fetched(source.role, num_blocks, num_tokens, num_blocks * size)
+            self.metrics.fetched(offer.source.role, num_blocks, num_tokens, num_blocks * size)
 
     def _note_failure(self, request_id: str, source: PrefixSource, failed: _Failed, num_tokens: int) -> None:
         self.metrics.failed(failed.reason)

@@ -1,6 +1,7 @@
 """Lends cached blocks to workers that would have to compute them. Whoever borrows can do without at any time.
 
-lend        references on what is cached of the chain, a ticket in the lease table, checksums in the background
+lend        references on what the device has of the chain; what only host memory or the disk has is loaded behind it,
+            verified, into blocks that are nobody else's; a ticket in the lease table, checksums in the background
 relieve     own requests lack blocks: tickets are revoked, the newest first, until they do no more
 """
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.host import EngineHost
+from engine.tiers.load import SOURCE_NAMES
 from kvstore.kv_groups import HeldBlocks
 from pagewire.errors import NotFound, ResourceExhausted
 from pagewire.fetch_metrics import FetchMetrics
@@ -31,7 +33,8 @@ class LendLimits:
 
 
 class Lender:
-    """Lives on the worker's event loop. `num_lacking` says how many blocks the worker's own requests lack now."""
+    """Lives on the worker's event loop. `num_lacking` says how many blocks the worker's own requests lack now, and
+    `num_spare` how many may be taken without holding up anybody."""
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Lender:
         sender: KvSender,
         clock: Callable[[], float],
         num_lacking: Callable[[], int],
+        num_spare: Callable[[], int],
         metrics: FetchMetrics,
         limits: LendLimits | None = None,
     ) -> None:
@@ -49,9 +53,11 @@ class Lender:
         self._sender = sender
         self._clock = clock
         self._num_lacking = num_lacking
+        self._num_spare = num_spare
         self._metrics = metrics
         self._limits = limits or LendLimits()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_loading = 0  # blocks, of lends that wait for a tier
         self.draining = False  # then nothing new is lent; what is lent may be read to its end
 
     async def stop(self) -> None:
@@ -60,33 +66,41 @@ class Lender:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def lend(self, holder: str, keys: Sequence[bytes], token_ids: Sequence[int], first_block: int) -> Ticket:
-        """A ticket over the leading blocks of the chain that are cached here, more than `first_block` of them.
+    async def lend(self, holder: str, keys: Sequence[bytes], token_ids: Sequence[int], first_block: int) -> Ticket:
+        """A ticket over the leading blocks of the chain that this worker has, more than `first_block` of them.
 
-        Raises NotFound or ResourceExhausted; then nothing is held.
+        Raises NotFound or ResourceExhausted; then nothing is held, nor when it is cancelled.
         """
         most = self._cache.groups.deepest_hit(self._most_blocks(), len(keys))
         if most <= first_block:
             raise self._refused()
         held = self._cache.match_groups(keys[:most], token_ids)
-        depth = held[0].end
-        if depth <= first_block:
+        try:
+            if held[0].end < first_block and self._host.engine.tiers is not None:
+                self._release(held)
+                held = [HeldBlocks(first_block, ())]  # what the device has the borrower has too
+            own = held[0]
+            loaded = await self._load(keys[:most], token_ids, own.end)
+            held[0] = own = HeldBlocks(own.first, (*own.block_ids, *loaded))
+            if own.end <= first_block:
+                raise NotFound(f"not more than {own.end} leading blocks can be had here", reason="PREFIX_GONE")
+            # What was taken is not free any more, and others may have been lent blocks meanwhile.
+            if self._num_lacking() > 0 or (loaded and len(own.block_ids) > self._most_blocks()):
+                raise self._refused()
+        except BaseException:
             self._release(held)
-            raise NotFound(f"{depth} leading blocks are cached here", reason="PREFIX_GONE")
-        if self._num_lacking() > 0:  # since these are not free any more
-            self._release(held)
-            raise self._refused()
-        own, *others = held
-        firsts = [max(first_block, own.first), *(blocks.first for blocks in others)]
+            self._host.announce()
+            raise
+        firsts = [max(first_block, own.first), *(blocks.first for blocks in held[1:])]
         ticket = self._leases.lend(
             holder,
             own.block_ids,
             firsts[0] - own.first,
-            depth * self._cache.block_size,
+            own.end * self._cache.block_size,
             self._lease_seconds,
             self._clock(),
-            firsts if self._cache.groups.slides else (),
-            [blocks.block_ids for blocks in others],
+            firsts if self._cache.groups.slides or own.first else (),
+            [blocks.block_ids for blocks in held[1:]],
         )
         task = asyncio.create_task(self._describe(ticket.name, held, keys, firsts), name="lend-checksums")
         self._tasks.add(task)
@@ -94,6 +108,31 @@ class Lender:
         self._metrics.lent_blocks.inc(sum(blocks.end - first for blocks, first in zip(held, firsts, strict=True)))
         self._observe()
         return ticket
+
+    async def _load(self, keys: Sequence[bytes], token_ids: Sequence[int], start: int) -> list[int]:
+        """Brings what only a tier has from block number `start` on, if that is cheaper than computing it here.
+
+        The blocks are not cached: they are there for the borrower, and free again when the ticket ends.
+        """
+        tiers, room = self._host.engine.tiers, min(len(keys) - start, self._num_spare())
+        if tiers is None or room < 1:
+            return []
+        load = tiers.start_load(keys, token_ids, start, max_blocks=room)
+        if load is None:
+            return []
+        num_blocks = len(load.block_ids)
+        self._num_loading += num_blocks
+        try:
+            await asyncio.shield(asyncio.wrap_future(load.done))
+        except asyncio.CancelledError:
+            load.abandon()
+            raise
+        finally:
+            self._num_loading -= num_blocks
+        self._cache.release(load.block_ids[load.num_loaded :])
+        for name in SOURCE_NAMES:
+            self._metrics.lent_from(name, load.num_blocks_of(name))
+        return load.block_ids[: load.num_loaded]
 
     def relieve(self) -> None:
         """Own requests come first: call it whenever they may have come to lack blocks."""
@@ -117,7 +156,8 @@ class Lender:
         lent = self._leases.lent
         if self.draining or len(lent) >= self._limits.max_tickets or self._num_lacking() > 0:
             return 0
-        return int(self._cache.num_blocks * self._limits.max_share) - sum(ticket.num_blocks for ticket in lent)
+        num_lent = sum(ticket.num_blocks for ticket in lent) + self._num_loading
+        return int(self._cache.num_blocks * self._limits.max_share) - num_lent
 
     def _observe(self) -> None:
         self._metrics.num_lent_tickets.set(len(self._leases.lent))

@@ -95,8 +95,11 @@ class VerifiedPrefix:
             depth -= max(1, excess // len(self._groups))
         return max(depth, self.num_blocks)
 
-    async def match(self, cache_salt: str, adapter: AdapterId | None = None, *, as_hit: bool = False) -> None:
-        """Computes the keys and takes the leading blocks that are here already, in the pool or below it.
+    async def match(
+        self, cache_salt: str, adapter: AdapterId | None = None, *, as_hit: bool = False, always: bool = False
+    ) -> None:
+        """Computes the keys and takes the leading blocks that are here already, in the pool or below it, unless they
+        are dearer to load than to compute; with `always` whatever it costs.
 
         `as_hit`: what the engine would find, else what it needs at the end of the tokens.
         """
@@ -115,6 +118,7 @@ class VerifiedPrefix:
             cache_salt,
             "" if adapter is None else adapter.name,
             max_blocks=self._reservations.num_spare,
+            always=always,
         )
         self._tables[0] += found.block_ids
         self.loaded = found.num_tokens

@@ -83,6 +83,32 @@ class WorkerPrefixes:
         num_blocks = self._cache.forget(lambda block: block.key == first)
         return num_blocks + await self._forget_below(lambda tiers: tiers.forget(first))
 
+    async def remove_moved(self, prefix: Prefix, last_block: int) -> int:
+        keys = await self._keys(prefix)
+        if last_block >= len(keys):
+            return 0
+        self._host.flush_events()  # then the journal knows all that is cached
+        first = keys[self._first_unshared(keys[: last_block + 1])]
+        self._end_all(lambda pin: first in pin.keys)
+        num_blocks = self._cache.forget(lambda block: block.key == first)
+        return num_blocks + await self._forget_below(lambda tiers: tiers.forget(first, in_store=False))
+
+    def _first_unshared(self, keys: Sequence[bytes]) -> int:
+        """Where the end of that chain begins that nobody but those who continue its last block needs."""
+        _, cached = self._cache.journal_snapshot()
+        children: dict[bytes | None, set[bytes]] = {}
+        for block in cached:
+            children.setdefault(block.parent, set()).add(block.key)
+        pinned = {key for pin in self._pins.values() if keys[-1] not in pin.keys for key in pin.keys}
+        first = len(keys) - 1
+        while first > 0 and keys[first - 1] not in pinned:
+            parent = keys[first - 1]
+            others = children.get(parent, set()).union(*(tier.children(parent) for tier in self._tiers()))
+            if others - {keys[first]}:
+                break
+            first -= 1
+        return first
+
     async def clear_tenant(self, cache_salt: str) -> int:
         self._end_all(lambda pin: pin.prefix.cache_salt == cache_salt)
         num_blocks = self._cache.forget(lambda block: block.cache_salt == cache_salt)
@@ -121,7 +147,7 @@ class WorkerPrefixes:
         room = min(self._reservations.num_spare, self._most_pinned() - self.num_pinned_blocks - start)
         name = "" if prefix.adapter is None else prefix.adapter.name
         found = await load_from_tiers(
-            self._host, keys, prefix.token_ids, start, prefix.cache_salt, name, max_blocks=room
+            self._host, keys, prefix.token_ids, start, prefix.cache_salt, name, max_blocks=room, always=True
         )
         return list(found.block_ids)
 

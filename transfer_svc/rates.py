@@ -22,23 +22,25 @@ class Rates:
 
     def __init__(self, prior_prefill: float = 1000.0) -> None:
         self.prefill = Rate(prior_prefill, 0.1)
-        self._links: OrderedDict[tuple[str, Plane], Link] = OrderedDict()
+        self._links: OrderedDict[tuple[str, Plane, bool], Link] = OrderedDict()
 
     def compute_seconds(self, num_tokens: int) -> float:
         """How long a prefill of these tokens keeps the device busy."""
         return num_tokens / self.prefill.per_second
 
-    def fetch_seconds(self, endpoint: str, plane: Plane | None, num_bytes: int) -> float:
-        """How long a fetch from there may take; `plane` None: not connected yet."""
-        link = None if plane is None else self._links.get((endpoint, plane))
+    def fetch_seconds(self, endpoint: str, plane: Plane | None, num_bytes: int, *, from_tier: bool = False) -> float:
+        """How long a fetch from there may take; `plane` None: not connected yet. `from_tier`: that worker has to load
+        some of it first."""
+        link = None if plane is None else self._links.get((endpoint, plane, from_tier))
         if link is None:
             link = Link(_UNKNOWN if plane is None else _PRIORS[plane])
         return link.seconds(num_bytes)
 
-    def link(self, endpoint: str, plane: Plane) -> Link:
+    def link(self, endpoint: str, plane: Plane, *, from_tier: bool = False) -> Link:
         """The link to be told of a fetch; the one that was used longest ago is forgotten for it."""
-        link = self._links.setdefault((endpoint, plane), Link(_PRIORS[plane]))
-        self._links.move_to_end((endpoint, plane))
+        name = endpoint, plane, from_tier
+        link = self._links.setdefault(name, Link(_PRIORS[plane]))
+        self._links.move_to_end(name)
         if len(self._links) > _MAX_LINKS:
             self._links.popitem(last=False)
         return link

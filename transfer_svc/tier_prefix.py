@@ -26,15 +26,18 @@ async def load_from_tiers(
     adapter: str = "",
     *,
     max_blocks: int,
+    always: bool = False,
 ) -> FromTiers:
     """Loads blocks from number `start` of the chain on, at most `max_blocks`, and commits them.
+
+    Only those that are cheaper to load than to compute, or `always` all.
 
     The caller holds the blocks before them. When cancelled, the blocks are given back as soon as nobody fills them.
     """
     tiers, cache = host.engine.tiers, host.kv_cache
     if tiers is None or max_blocks < 1:
         return FromTiers()
-    load = tiers.start_load(keys, token_ids, start, max_blocks=max_blocks)
+    load = tiers.start_load(keys, token_ids, start, max_blocks=max_blocks, always=always)
     if load is None:
         return FromTiers()
     try:

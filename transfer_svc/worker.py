@@ -83,7 +83,6 @@ class KvWorker(ABC):
         self._reaper: asyncio.Task[None] | None = None
         self.leases = LeaseTable(limits.lease_seconds, limits.max_hold_seconds, setup.random_bytes)
         self.sender = KvSender(self.leases, engine.kv_cache, setup.clock, host.announce)
-        self.lender = Lender(host, self.leases, self.sender, setup.clock, self._num_lacking_blocks, fetch_metrics)
         agent = start_agent(setup.planes, f"{setup.description.worker_id}/{setup.description.incarnation:x}")
         self.pool_server = PoolServer(engine.memory, agent)
         self.peers = PeerTable(
@@ -92,6 +91,15 @@ class KvWorker(ABC):
         self.adapters = WorkerAdapters(host)
         self.reservations = Reservations(
             engine.kv_cache, host.wait_for_change, self._num_growing_blocks, limits.pool_wait_seconds
+        )
+        self.lender = Lender(
+            host,
+            self.leases,
+            self.sender,
+            setup.clock,
+            self._num_lacking_blocks,
+            lambda: self.reservations.num_spare,
+            fetch_metrics,
         )
         self.fetcher = PrefixFetcher(
             host,

@@ -37,11 +37,11 @@ class RealRun:
     arrived: list[tuple[Chat[int], float, "asyncio.Task[Sample]"]] = field(default_factory=list)
 
     def run(self, warm_up: float, seconds: float) -> tuple[Outcome, Machine]:
-        with self._system() as (target, metrics_port):
+        with self.system() as (target, metrics_port):
             return asyncio.run(self._run(target, metrics_port, warm_up, seconds))
 
     @contextmanager
-    def _system(self) -> Iterator[tuple[str, int]]:
+    def system(self) -> Iterator[tuple[str, int]]:
         """The router's address, and the first metrics port."""
         model = self.directory / "tiny"
         if not model.exists():
@@ -90,7 +90,7 @@ class RealRun:
                 before, num_warm = await asyncio.to_thread(counters, metrics_port), len(self.arrived)
             next_at += rng.expovariate(self.rate)  # in the simulation's order, so that the same users ask
             chat = users.ask(rng)
-            self.arrived.append((chat, clock(), asyncio.create_task(self._turn(client, chat, say(1)))))
+            self.arrived.append((chat, clock(), asyncio.create_task(self.turn(client, chat, say(1)))))
         await asyncio.sleep(max(0.0, measured_from + seconds - clock()))
         after = await asyncio.to_thread(counters, metrics_port)
         samples = [await task for _, _, task in self.arrived]
@@ -106,7 +106,7 @@ class RealRun:
         )
         return outcome, self._machine(moved, overhead)
 
-    async def _turn(self, client: AsyncClient, chat: Chat[int], end: list[int]) -> Sample:
+    async def turn(self, client: AsyncClient, chat: Chat[int], end: list[int]) -> Sample:
         """The prompt is whole blocks and one token; with it the answer is whole blocks too."""
         prompt = chat.said + end
         done = await client.complete(

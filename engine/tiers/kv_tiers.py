@@ -2,12 +2,17 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 from engine.kv_cache import KvCache
+from engine.rates import Rate
+from engine.tiers.eviction import SlowerTier, cost_of
 from engine.tiers.load import Source, TierLoad
+from engine.tiers.load_costs import PREFILL_PRIOR, PRIORS, LoadCosts, num_worth_loading
 from engine.tiers.store_erase import Doomed
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.store_tier import StoreTier
@@ -45,6 +50,10 @@ class KvTiers:
         self.load_ended: Callable[[], None] = lambda: None
         self.tier_changed: Callable[[], None] = lambda: None
         self.num_corrupt: dict[TierName, int] = {tier.name: 0 for tier in self.tiers}
+        self.num_declined: dict[TierName, int] = {tier.name: 0 for tier in self.tiers}
+        self.prefill = Rate(PREFILL_PRIOR, 0.1)
+        size, num_bytes = cache.block_size, int(buffer.shape[1])
+        self.costs = {tier.name: LoadCosts(size, num_bytes, PRIORS[tier.name], self.prefill) for tier in self.tiers}
         self._cache = cache
         self._buffer = buffer
         self._loaders = ThreadPoolExecutor(_NUM_LOADERS, thread_name_prefix="tier-load")
@@ -56,7 +65,17 @@ class KvTiers:
             for tier, upper in zip(self.tiers, above, strict=False)
         ]
         self.store = None if store is None else StoreTier(*store, cache, buffer, lambda: self.tier_changed())
+        if self.store is not None:
+            self.store.costs.prefill = self.prefill
+        self._price()
         cache.follow(self._note)
+
+    def _price(self) -> None:
+        """Tells each tier what its blocks are worth. It asks slower ones: so locks are taken from fast to slow."""
+        slower = [] if self.store is None else [SlowerTier(self.store.costs, self.store.holds)]
+        for tier in reversed(self.tiers):
+            tier.price(partial(cost_of, block_size=self._cache.block_size, slower=tuple(slower)))
+            slower.append(SlowerTier(self.costs[tier.name], tier.holds))
 
     # --- up ---
 
@@ -68,14 +87,17 @@ class KvTiers:
         *,
         max_blocks: int | None = None,
         ask_store: bool = False,
+        always: bool = False,
     ) -> TierLoad | None:
         """Begins to load the blocks from number `start` of the chain on that tiers hold without a gap.
 
-        At most `max_blocks`, into blocks newly taken from the pool. None if there is nothing, or no room for it. With
-        `ask_store` the shared store is asked for those that come after them, if that may be worth it.
+        As many as had better be loaded than computed (with `always` all), at most `max_blocks`, into blocks newly taken
+        from the pool. None if there is nothing, or no room for it. With `ask_store` the shared store is asked for those
+        that come after them, if that may be worth it.
         """
         sources = self._find(keys, token_ids, start)
         kept = len(sources) if max_blocks is None else max(0, min(max_blocks, len(sources)))
+        kept = kept if always else self._num_worth_loading(sources[:kept])
         for source in sources[kept:]:
             source.release()
         sources = sources[:kept]
@@ -103,17 +125,33 @@ class KvTiers:
             sources += [Source(tier, entry) for entry in found]
         return sources
 
+    def _num_worth_loading(self, sources: Sequence[Source]) -> int:
+        """Declined blocks are counted each time that somebody would have loaded them."""
+        nums = [(tier, sum(source.tier is tier for source in sources)) for tier in self.tiers]
+        kept = num_worth_loading([(self.costs[tier.name], num) for tier, num in nums], time.monotonic())
+        for source in sources[kept:]:
+            self.num_declined[source.tier.name] += 1
+        return kept
+
     def _run(self, load: TierLoad) -> None:
         goes_on = False
         try:
             goes_on = load.run(self._buffer, self._discard)
         except Exception:  # a bug: what was not loaded is computed
             logger.exception("a load from the tiers failed")
+        self._observe(load)
         if goes_on and self.store is not None:
             self.store.start(load, self._ended)
         else:
             load.end()
             self._ended()
+
+    def _observe(self, load: TierLoad) -> None:
+        """Learns what loading costs."""
+        with self._idle:
+            for reading in load.readings:
+                costs, now = self.costs[reading.tier.name], time.monotonic()
+                costs.observe(reading.num_blocks, reading.first_seconds, reading.rest_seconds, now, num_first=1)
 
     def _ended(self) -> None:
         with self._idle:
@@ -149,8 +187,7 @@ class KvTiers:
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """A step computed so many tokens of prompts: what loading is weighed against."""
-        if self.store is not None:
-            self.store.costs.prefill.observe(num_tokens, seconds)
+        self.prefill.observe(num_tokens, seconds)
 
     def clear(self, owner: bytes | None = None) -> int:
         """Forgets everything, or everything of one tenant (`owner_of`); returns how many blocks. May wait for a disk.
@@ -160,15 +197,15 @@ class KvTiers:
         """
         return self._forget([(tier, tier.clear(owner)) for tier in self.tiers], Doomed(owner=owner))
 
-    def forget(self, key: bytes) -> int:
-        """Forgets the block and all that come after it, in every tier; as `clear`."""
-        return self._forget([(tier, tier.forget(key)) for tier in self.tiers], Doomed(first=key))
+    def forget(self, key: bytes, *, in_store: bool = True) -> int:
+        """Forgets the block and all that come after it, in every tier and unless spared in the store; as `clear`."""
+        return self._forget([(tier, tier.forget(key)) for tier in self.tiers], Doomed(first=key) if in_store else None)
 
-    def _forget(self, forgotten: Sequence[tuple[Tier, Sequence[Entry]]], doomed: Doomed) -> int:
+    def _forget(self, forgotten: Sequence[tuple[Tier, Sequence[Entry]]], doomed: Doomed | None) -> int:
         for erased in [writer.erase() for writer in self._writers]:
             erased.result(_ERASE_SECONDS)
         num_blocks = sum(len(entries) for _, entries in forgotten)
-        return num_blocks + (0 if self.store is None else self.store.erase(doomed))
+        return num_blocks + (0 if self.store is None or doomed is None else self.store.erase(doomed))
 
     def take_events(self) -> list[CacheEvent]:
         """What changed since the last call."""
@@ -189,6 +226,7 @@ class KvTiers:
                     "lost": writer.num_lost,
                     "failed": writer.num_failed,
                     "corrupt": self.num_corrupt[tier.name],
+                    "declined": self.num_declined[tier.name],
                 },
             )
             for tier, writer in zip(self.tiers, self._writers, strict=True)

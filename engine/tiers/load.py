@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,6 +32,16 @@ class Source:
         self.tier.release([self.entry])
 
 
+@dataclass(slots=True)
+class Reading:
+    """What reading a run of blocks from one tier took: the first block, what came before it included, and the rest."""
+
+    tier: Tier
+    num_blocks: int
+    first_seconds: float
+    rest_seconds: float
+
+
 class TierLoad:
     """Fills `block_ids`, which are the load's: the first from `sources`, by `run`, on a thread that may wait for a
     disk; then, if all of those came, the shared store looks for `rest`. Whoever had it last calls `end`.
@@ -51,12 +62,14 @@ class TierLoad:
         self.block_ids = list(block_ids)
         self.num_loaded = 0
         self.rest = rest
+        self.readings: list[Reading] = []
         self.done: Future[None] = Future()
         self._cache = cache
         self._sources = sources
         self._token_ids = token_ids
         self._lock = threading.Lock()
         self._is_abandoned = False
+        self._read_at = time.monotonic()  # when a block came; first, when somebody wanted it
 
     @property
     def is_done(self) -> bool:
@@ -100,6 +113,7 @@ class TierLoad:
                 failed(source)
                 return False
             self.num_loaded += 1
+            self._note_time(source.tier)
         return bool(self.rest)
 
     def end(self) -> None:
@@ -111,6 +125,14 @@ class TierLoad:
             if not self._is_abandoned:
                 return
         self._cache.release(self.block_ids)
+
+    def _note_time(self, tier: Tier) -> None:
+        seconds, self._read_at = time.monotonic() - self._read_at, time.monotonic()
+        if self.readings and self.readings[-1].tier is tier:
+            self.readings[-1].num_blocks += 1
+            self.readings[-1].rest_seconds += seconds
+        else:
+            self.readings.append(Reading(tier, 1, seconds, 0.0))
 
     def _read(self, source: Source, target: Bytes) -> bool:
         entry, name = source.entry, source.tier.name

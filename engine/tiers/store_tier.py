@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from engine.kv_cache import KvCache
 from engine.tiers.load import TierLoad
+from engine.tiers.load_costs import PRIORS, LoadCosts
 from engine.tiers.store_access import StoreAccess, TooSlow
-from engine.tiers.store_costs import StoreCosts
 from engine.tiers.store_erase import Doomed, erase
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.store_writer import StoreWriter
@@ -56,7 +56,7 @@ class StoreTier:
         self, store: BlockStore, form: StoreFormat, cache: KvCache, buffer: Bytes, changed: Callable[[], None]
     ) -> None:
         self.settings = StoreSettings()
-        self.costs = StoreCosts(form.block_size, form.value_bytes)
+        self.costs = LoadCosts(form.block_size, form.value_bytes, PRIORS["store"])
         self.num_corrupt = 0
         self.num_declined = 0
         self._access = StoreAccess(store)
@@ -78,6 +78,10 @@ class StoreTier:
     def note_use(self, keys: Sequence[bytes]) -> None:
         """A request found this chain on the device."""
         self._writer.note_use(keys)
+
+    def holds(self, key: bytes) -> bool:
+        """As far as this worker knows without asking. From any thread."""
+        return self._writer.has_seen(key)
 
     # --- up ---
 
@@ -189,6 +193,7 @@ class StoreTier:
 
         async def run() -> int:
             async with self._writer.turn:
+                self._writer.forget_seen()
                 return await erase(self._access, self._form, doomed)
 
         return self._submit(run()).result()

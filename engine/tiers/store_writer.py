@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.kv_cache import CachedBlock, KvCache
@@ -77,6 +77,7 @@ class StoreWriter:
         self._wake = asyncio.Event()
         self._renewed: OrderedDict[bytes, float] = OrderedDict()
         self._depths: OrderedDict[bytes, int] = OrderedDict()
+        self._seen: OrderedDict[bytes, float] = OrderedDict()  # there, at that time
 
     def note(self, key: bytes) -> None:
         """The block has become cached."""
@@ -94,6 +95,14 @@ class StoreWriter:
             if is_due and self._add(_Job(tuple(keys), 0, is_new=False)):
                 self._renewed[keys[-1]] = now
                 _bound(self._renewed)
+
+    def has_seen(self, key: bytes) -> bool:
+        """It was in the store when this worker last looked, as far as it remembers. From any thread, without a lock."""
+        return key in self._seen
+
+    def forget_seen(self) -> None:
+        """Something was erased there."""
+        self._seen.clear()
 
     def quiesce(self, timeout: float) -> bool:
         """Waits, on another thread, until nothing is left to write; False if that took too long."""
@@ -181,6 +190,7 @@ class StoreWriter:
             raise StoreError("away")
         is_there = await ask(store.touch(names), _TOUCH_SECONDS)
         missing = [name for name, there in zip(names, is_there, strict=True) if not there]
+        self._note_seen(name.key for name, there in zip(names, is_there, strict=True) if there)
         most = max(1, min(store.max_batch, _BYTES_PER_PUT // self._form.value_bytes))
         for start in range(0, len(missing), most):
             values = [(name, value) for name in missing[start : start + most] if (value := self._copy(name.key))]
@@ -188,9 +198,17 @@ class StoreWriter:
             if values:
                 stored = await ask(store.put(values), _PUT_SECONDS)
                 self._access.note_put()
+                self._note_seen(name.key for name, _ in values)
                 self.num_stored += len(values)
                 self.num_evicted += stored.num_evicted
                 self.num_blocks = stored.num_blocks
+
+    def _note_seen(self, keys: Iterable[bytes]) -> None:
+        now = time.monotonic()
+        for key in keys:
+            self._seen[key] = now
+            self._seen.move_to_end(key)
+        _bound(self._seen)
 
     def _copy(self, key: bytes) -> bytes | None:
         """The value of a block that is on the device, None if it isn't; it is not held meanwhile."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.events import CacheEvent
 from kvstore.tier_block import Entry, TierBlock
-from kvstore.tier_book import TierBook
+from kvstore.tier_book import CostOf, TierBook
 
 TierName = Literal["host", "disk"]
 Bytes = NDArray[np.uint8]
@@ -53,6 +53,10 @@ class Tier:
         self._book = TierBook(slots.num_slots) if book is None else book
         self._lock = threading.Lock()
 
+    def price(self, cost_of: CostOf) -> None:
+        """What its blocks are worth from now on; called with this tier's lock held."""
+        self._book.cost_of = cost_of
+
     @property
     def num_slots(self) -> int:
         return self._book.num_slots
@@ -69,6 +73,11 @@ class Tier:
     def holds(self, key: bytes) -> bool:
         with self._lock:
             return self._book.holds(key)
+
+    def children(self, key: bytes) -> frozenset[bytes]:
+        """The blocks here that continue that one."""
+        with self._lock:
+            return self._book.children(key)
 
     def ready_keys(self) -> list[bytes]:
         with self._lock:

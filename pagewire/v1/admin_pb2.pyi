@@ -886,12 +886,18 @@ class ClearPrefixRequest(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.str
     """Everything of this cache salt; empty: everything without one."""
     first_block: _builtins.int
     """Blocks of the prompt to spare, for example those of a common system prompt."""
     worker_id: _builtins.str
     """Only this worker; empty means all (on a router)."""
+    moved: _builtins.bool
+    """With request: its blocks have moved to another worker. Then first_block is the last block moved; it and all that
+    continue it are forgotten, and those before it that nothing else continues and no other pin keeps. The store that
+    the fleet shares keeps all.
+    """
     @_builtins.property
     def request(self) -> _inference_pb2.GenerateRequest:
         """This prompt's blocks from first_block on, and all that continue them, of this cache_salt. As in
@@ -910,10 +916,11 @@ class ClearPrefixRequest(_message.Message):
         first_block: _builtins.int = ...,
         worker_id: _builtins.str = ...,
         adapter: _types_pb2.AdapterRef | None = ...,
+        moved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "request", b"request", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "first_block", b"first_block", "request", b"request", "what", b"what", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "first_block", b"first_block", "moved", b"moved", "request", b"request", "what", b"what", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["request", "cache_salt"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
@@ -958,9 +965,11 @@ class MovePrefixRequest(_message.Message):
     to_worker_id: _builtins.str
     """Worker to bring it to; a worker takes its own id or none."""
     from_worker_id: _builtins.str
-    """Worker to take it from; empty: whoever has most of it on the device. On a worker it is not used."""
+    """Worker to take it from; empty: whoever has most of it, on the device or below. On a worker it is not used."""
     remove: _builtins.bool
-    """Forget it afterwards where it was taken from: the last block moved and all that continue it."""
+    """If all of it came, forget it where it was taken from, on the device and below: the last block moved, all that
+    continue it, and the blocks before it that no other prompt continues, no other pin keeps and no request uses.
+    """
     @_builtins.property
     def request(self) -> _inference_pb2.GenerateRequest:
         """As in LookUpPrefixRequest."""

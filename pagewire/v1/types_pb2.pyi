@@ -608,6 +608,7 @@ class PrefixSource(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    NUM_LOWER_BLOCKS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """host:port of its KvTransferService."""
     worker_id: _builtins.str
@@ -615,9 +616,11 @@ class PrefixSource(_message.Message):
     incarnation: _builtins.int
     """Its incarnation."""
     num_blocks: _builtins.int
-    """Leading full blocks it holds."""
+    """Leading full blocks it holds, on its device or below it."""
     role: Global___WorkerRole.ValueType
     """What it is for."""
+    num_lower_blocks: _builtins.int
+    """How many of them, at the end, it has in host memory or on disk only and would have to load first."""
     def __init__(
         self,
         *,
@@ -626,10 +629,11 @@ class PrefixSource(_message.Message):
         incarnation: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         role: Global___WorkerRole.ValueType = ...,
+        num_lower_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "num_lower_blocks", b"num_lower_blocks", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

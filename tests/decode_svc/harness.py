@@ -23,6 +23,7 @@ from pagewire.sampling import SamplingParams
 from pagewire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from pagewire.wire import sampling_to_proto
 from prefill_svc.app import PrefillApp
+from tests.engine.tiers.costs import load_whatever_it_costs
 from tests.ports import free_port
 
 BLOCK_SIZE = 4
@@ -48,7 +49,9 @@ def make_engine(model: Path, **overrides: Any) -> Engine:
     num_blocks = options.pop("num_blocks", NUM_BLOCKS)
     size = block_bytes(model, options["block_size"], options.get("kv_cache_dtype", "auto"))
     options["kv_cache_memory_bytes"] = num_blocks * size
-    return Engine(EngineOptions(**options))
+    engine = Engine(EngineOptions(**options))
+    load_whatever_it_costs(engine.tiers)
+    return engine
 
 
 def block_bytes(model: Path, block_size: int, kv_cache_dtype: str = "auto") -> int:

@@ -10,6 +10,7 @@ from tests.decode_svc.harness import BLOCK_SIZE, NIXL, Gate, cluster, greedy, ra
 
 @pytest.mark.parametrize("plane", ["grpc", "shm_vm", "shm_map", "shm_ring", NIXL])
 async def test_blocks_are_on_decode_before_the_last_chunk(tiny_model, plane):
+    """CASES F4: a chunk's blocks are sent after the step that wrote them, and none before."""
     model = tiny_model("llama")
     prompt, params = random_prompt(6 * BLOCK_SIZE, 1), greedy(4)
     ((expected,),) = reference(model, [(prompt, params)])

@@ -40,7 +40,7 @@ async def test_chunks_and_mixed_batches(model, chunk):
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 async def test_speculation_changes_no_token(model, method):
-    """Drafts on decode, none on prefill; sampled, with several choices, mixed batches.
+    """CASES F8: drafts on decode, none on prefill; sampled, with several choices, mixed batches.
 
     The draft model reads by itself what was transferred; it is the model itself, so all of its drafts come true.
     """

@@ -24,6 +24,7 @@ from kvstore.tier_book import TierBook
 from pagewire.sampling import SamplingParams
 from pagewire.speculative import SpeculativeConfig
 from tests.engine.fake_runner import EOS, VOCAB_SIZE, FakeRunner, next_token, suppressed
+from tests.engine.tiers.costs import load_whatever_it_costs
 
 BLOCK_SIZE = 4
 
@@ -103,6 +104,7 @@ class Harness:
         )
         self.runner = FakeRunner(self.num_blocks, self.block_size, groups)
         self.tiers = self._make_tiers() if self.num_host_blocks or self.disk or self.store else None
+        load_whatever_it_costs(self.tiers)
         self.scheduler = Scheduler(config, self.cache, self.speculator, self.tiers)
 
     def _make_tiers(self) -> KvTiers:

@@ -99,6 +99,19 @@ def test_parent_continues_a_chain() -> None:
     assert block_keys(ROOT, range(8, 20), 4, cache_salt="ignored", parent=keys[1]) == keys[2:]
 
 
+def test_d8_keys_are_of_tokens_not_of_text() -> None:
+    """CASES D8: a text tokenized in two parts may have other tokens at the seam: blocks before it are shared, from it
+    on they aren't; the same tokens from any split are the same blocks."""
+    vocabulary = {"ab": 0, "c": 1, "a": 2, "bc": 3}
+    whole = [vocabulary[each] for each in ("ab", "c") * 4]
+    at_seam = [*whole[:4], *(vocabulary[each] for each in ("a", "bc")), *whole[6:]]
+    assert "".join(k for t in whole for k, v in vocabulary.items() if v == t) == "abc" * 4
+    assert "".join(k for t in at_seam for k, v in vocabulary.items() if v == t) == "abc" * 4
+    keys, others = block_keys(ROOT, whole, 2), block_keys(ROOT, at_seam, 2)
+    assert [mine == other for mine, other in zip(keys, others, strict=True)] == [True, True, False, False]
+    assert block_keys(ROOT, whole[:2], 2) + block_keys(ROOT, whole[2:], 2, parent=keys[0]) == keys
+
+
 def test_a_key_depends_on_all_tokens_before() -> None:
     keys, other = block_keys(ROOT, range(12), 4), block_keys(ROOT, [9, *range(1, 12)], 4)
     assert not set(keys) & set(other)

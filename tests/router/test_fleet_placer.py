@@ -240,6 +240,11 @@ async def test_the_hint_says_who_holds_the_prefix_whatever_the_policy(world: Wor
     for policy in ("prefix", "load", "round_robin", "random"):
         placement = world.new_placer(policy=policy).place(Demand(PROMPT, "", 4, 1))
         assert [(each.worker_id, each.num_blocks) for each in placement.prefix_sources] == [("d1", 8), ("p0", 3)]
+    world.index.lower = {"host": {"p0": 9}}
+    for policy in ("prefix", "load"):
+        placement = world.new_placer(policy=policy).place(Demand(PROMPT, "", 4, 1))
+        found = [(each.worker_id, each.num_blocks, each.num_lower_blocks) for each in placement.prefix_sources]
+        assert found == [("p0", 9, 6), ("d1", 8, 0)]
 
 
 async def test_an_explanation_is_what_would_happen_and_changes_nothing(world: World) -> None:

@@ -27,14 +27,14 @@ def observed(cached: int, placement: Placement | None) -> dict[str, float]:
 
 
 def test_a_hit_that_was_promised_and_kept() -> None:
-    assert observed(80, Placement(P, D, 80, 80, 80)) == {"hit_tokens/prefill_device": 80, "expected_hits": 1}
-    assert observed(80, Placement(None, D, 80, 80, 80)) == {"hit_tokens/decode_device": 80, "expected_hits": 1}
-    assert observed(96, Placement(P, D, 80, 80, 80)) == {"hit_tokens/prefill_device": 96, "expected_hits": 1}
+    assert observed(80, Placement(P, D, 80, 80, 80, 80)) == {"hit_tokens/prefill_device": 80, "expected_hits": 1}
+    assert observed(80, Placement(None, D, 80, 80, 80, 80)) == {"hit_tokens/decode_device": 80, "expected_hits": 1}
+    assert observed(96, Placement(P, D, 80, 80, 80, 80)) == {"hit_tokens/prefill_device": 96, "expected_hits": 1}
     assert observed(0, Placement(P, D, 0, 0, 0)) == {}
 
 
 def test_a_stale_hit_is_what_the_index_promised_in_vain() -> None:
-    assert observed(16, Placement(P, D, 80, 80, 80)) == {
+    assert observed(16, Placement(P, D, 80, 80, 80, 80)) == {
         "hit_tokens/prefill_device": 16,
         "expected_hits": 1,
         "stale_hits": 1,
@@ -43,8 +43,19 @@ def test_a_stale_hit_is_what_the_index_promised_in_vain() -> None:
     }
 
 
+def test_what_lay_below_the_device_may_be_computed_instead() -> None:
+    """No stale hit: the worker found that dearer to load. What its device was said to have counts as before."""
+    placement = Placement(P, D, 80, 80, 80, 32)
+    assert observed(32, placement) == {
+        "hit_tokens/prefill_device": 32,
+        "expected_hits": 1,
+        "duplicate_prefill_tokens": 48,
+    }
+    assert observed(16, placement)["stale_hit_tokens"] == 16
+
+
 def test_what_was_only_assumed_is_no_promise() -> None:
-    assert observed(32, Placement(P, D, 16, 80, 16)) == {
+    assert observed(32, Placement(P, D, 16, 80, 16, 16)) == {
         "hit_tokens/prefill_device": 32,
         "expected_hits": 1,
         "missed_assumed_tokens": 48,

@@ -72,6 +72,17 @@ def test_what_can_be_fetched_costs_less_than_what_must_be_computed() -> None:
     assert costs == {"all": 9, "some": 9 + 0.1 * 20, "none": pytest.approx(9 + 0.1 * 32), "alone": 41}
 
 
+def test_what_another_has_below_its_device_costs_the_load_too() -> None:
+    """41 tokens; others hold 3 blocks of 4 on a device, and 3 more in host memory: those cost twice as much."""
+    one = replace(worker("one", hit=1), num_fetchable_blocks=3, num_fetchable_lower={"host": 3})
+    most = replace(worker("most", hit=6), num_fetchable_blocks=3, num_fetchable_lower={"host": 3, "disk": 40})
+    choice = choose([one, most], SIZE, rng=Random(0))
+    assert choice is not None
+    costs = {each.worker_id: each.cost for each in choice.scores}
+    assert costs["one"] == pytest.approx(17 + 0.1 * 8 + 0.2 * 12)
+    assert costs["most"] == pytest.approx(1 + 0.35 * 16)
+
+
 def test_a_decode_worker_fetches_only_if_nobody_prefills_for_it() -> None:
     both = [replace(worker(name, "decode", hit=hit), num_fetchable_blocks=8) for name, hit in (("a", 0), ("b", 8))]
     for received, expected in ((0.25, 0.25 * 41), (1.0, 9 + 0.1 * 32)):

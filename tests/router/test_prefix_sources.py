@@ -23,6 +23,18 @@ def test_the_longest_first_and_of_equals_prefill_workers():
     assert (longest.num_blocks, longest.role, longest.endpoint, longest.incarnation) == (9, "decode", "d1:1", 7)
 
 
+def test_what_lies_below_the_device_can_be_fetched_too():
+    workers = [worker("d0"), worker("d1"), worker("d2"), worker("p0", "prefill")]
+    lower = {"d0": {"host": 4, "disk": 2}, "d2": {"disk": 1}, "p0": {"host": 6}}
+    found = prefix_sources(workers, {"d0": 1, "d1": 7, "p0": 1}, FIT, lower=lower)
+    assert [(each.worker_id, each.num_blocks, each.num_lower_blocks) for each in found] == [
+        ("d1", 7, 0),
+        ("p0", 7, 6),
+        ("d0", 7, 6),
+        ("d2", 1, 1),
+    ]
+
+
 def test_nobody_who_holds_nothing_does_not_fit_or_has_just_failed():
     other = replace(FIT, layout_id="amx")
     workers = [worker("d0"), worker("d1", fingerprint=other), worker("d2"), worker("d3")]

@@ -1,6 +1,6 @@
 """Blocks below the device: which tier is counted, and what that costs a worker in the choice."""
 
-from router.tier_depths import lower_blocks
+from router.tier_depths import NOTHING, Holdings, best_holdings, lower_blocks
 
 
 def test_each_block_counts_in_the_fastest_tier_that_has_it() -> None:
@@ -11,3 +11,15 @@ def test_each_block_counts_in_the_fastest_tier_that_has_it() -> None:
 
 def test_without_tiers_there_is_nothing() -> None:
     assert lower_blocks({"a": 4}, {}) == {}
+
+
+def test_what_can_be_had_of_all_workers_of_a_kind() -> None:
+    """The deepest device first, then what follows it in the fastest tier of anybody."""
+    device = {"a": 4, "b": 1, "c": 9}
+    lower = {"a": {"disk": 1}, "b": {"host": 6, "disk": 3}, "d": {"host": 2}}
+    kinds = {"a": "x", "b": "x", "d": "x", "c": "y", "e": "z"}
+    assert best_holdings(device, lower, kinds) == {
+        "x": Holdings(4, {"host": 3, "disk": 3}),
+        "y": Holdings(9, {}),
+        "z": NOTHING,
+    }

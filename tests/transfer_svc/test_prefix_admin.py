@@ -163,15 +163,84 @@ async def test_move_to_another_worker(model):
         await workers.prefill("p0", workers.request(PROMPT, PARAMS))
         move = admin_pb2.MovePrefixRequest(request=ask(), to_worker_id="d1", remove=True)
         moved = await admin.MovePrefix(move)
-        assert (moved.num_blocks, moved.num_moved_blocks, moved.num_removed_blocks) == (7, 7, 1)
-        assert {name: tiers["device"] for name, tiers in (await held(admin)).items()} == {"p0": 6, "d0": 0, "d1": 7}
+        assert (moved.num_blocks, moved.num_moved_blocks, moved.num_removed_blocks) == (7, 7, 7)
+        assert {name: tiers["device"] for name, tiers in (await held(admin)).items()} == {"p0": 0, "d0": 0, "d1": 7}
         assert workers["d1"].value("fetched_blocks_total") == 7
         assert await workers.decode("d1", workers.request(PROMPT, PARAMS)) == expected
         assert workers["d1"].value("computed_prompt_tokens_total") == 2
         move.from_worker_id = "d0"
-        with pytest.raises(grpc.aio.AioRpcError, match="nothing of the prompt is on the device of 'd0'") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing of the prompt is cached by 'd0'") as caught:
             await admin.MovePrefix(move)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_move_takes_what_lies_below_the_device(model):
+    """From the lender's tier, and from the tiers of the one it goes to; nothing of it is left where it was."""
+    expected = reference(model, [(PROMPT, PARAMS)])[0][0]
+    async with (
+        fleet(model, ("p0", "d0"), mode="off", options={"p0": HOST}) as workers,
+        operator(workers, model) as admin,
+    ):
+        await workers.prefill("p0", workers.request(PROMPT, PARAMS))
+        await until(lambda: workers["p0"].engine.tiers.quiesce(0) and not workers["p0"].engine.kv_cache.num_referenced)
+        workers["p0"].engine.kv_cache.reset()
+        moved = await admin.MovePrefix(admin_pb2.MovePrefixRequest(request=ask(), to_worker_id="d0", remove=True))
+        assert (moved.num_blocks, moved.num_moved_blocks, moved.num_removed_blocks) == (7, 7, 7)
+        assert await held(admin) == {"p0": {"device": 0, "host": 0}, "d0": {"device": 7}}
+        assert await workers.decode("d0", workers.request(PROMPT, PARAMS)) == expected
+        moved = await admin.MovePrefix(admin_pb2.MovePrefixRequest(request=ask(), to_worker_id="p0"))
+        assert (moved.num_blocks, moved.num_moved_blocks, moved.num_removed_blocks) == (7, 7, 0)
+
+
+async def test_a_move_leaves_what_others_need_where_it_was(model):
+    """A system prompt that others continue (on the device or below), what is pinned, what is in use."""
+    system = PROMPT[: 3 * BLOCK_SIZE]
+    other = [*system, *random_prompt(2 * BLOCK_SIZE, 9)]
+    turn = [*PROMPT[: 7 * BLOCK_SIZE], *random_prompt(2 * BLOCK_SIZE, 8)]
+    move = admin_pb2.MovePrefixRequest(request=ask(), from_worker_id="p0", to_worker_id="d0", remove=True)
+    pin = admin_pb2.PinPrefixRequest(request=ask(PROMPT[: 5 * BLOCK_SIZE]), worker_id="p0", ttl_seconds=60)
+    async with (
+        fleet(model, ("p0", "d0"), mode="off", options={"p0": HOST | SHORT}) as workers,
+        operator(workers, model) as admin,
+    ):
+        cache, tiers = workers["p0"].engine.kv_cache, workers["p0"].engine.tiers
+        for prompt in (other, turn):
+            await workers.prefill("p0", workers.request(prompt, greedy(1)))
+        await until(lambda: tiers.quiesce(0) and not cache.num_referenced)
+        cache.reset()  # the other prompt is in the tier alone
+        await workers.prefill("p0", workers.request(turn, greedy(1)))
+        await admin.PinPrefix(pin)
+        moved = await admin.MovePrefix(move)
+        assert (moved.num_moved_blocks, moved.num_removed_blocks) == (7, 2 * (2 + 2)), "the pin and the next turn"
+        assert (await held(admin))["p0"] == {"device": 5, "host": 5}
+        pin.ttl_seconds = 0
+        await admin.PinPrefix(pin)
+        move.request.tokens.token_ids[:] = PROMPT[: 5 * BLOCK_SIZE]
+        moved = await admin.MovePrefix(move)
+        assert (moved.num_moved_blocks, moved.num_removed_blocks) == (0, 2 * 2), "the other prompt"
+        assert (await held(admin, prompt=other))["p0"] == {"device": 3, "host": 5}
+        used = cache.match(cache.keys_for(system), system)
+        move.request.tokens.token_ids[:] = other
+        moved = await admin.MovePrefix(move)
+        assert (await held(admin, prompt=other))["p0"]["device"] == 3, "in use"
+        cache.release(used)
+        cache.check_integrity()
+        tiers.check_integrity()
+
+
+async def test_what_did_not_come_whole_is_not_removed(model, monkeypatch):
+    async with fleet(model, ("p0", "d0"), mode="off") as workers, operator(workers, model) as admin:
+        await workers.prefill("p0", workers.request(PROMPT, PARAMS))
+        await until(lambda: not workers["p0"].engine.kv_cache.num_referenced)
+        cache = workers["d0"].engine.kv_cache
+        taken = cache.allocate(cache.num_free - 5)
+        moved = await admin.MovePrefix(
+            admin_pb2.MovePrefixRequest(request=ask(), to_worker_id="d0", from_worker_id="p0", remove=True)
+        )
+        assert 0 < moved.num_blocks < 7
+        assert moved.num_removed_blocks == 0
+        assert (await held(admin))["p0"] == {"device": 7}
+        cache.release(taken)
 
 
 BAD = [
@@ -186,6 +255,7 @@ BAD = [
     ("PinPrefix", admin_pb2.PinPrefixRequest(request=ask(), ttl_seconds=1), "no live worker has anything"),
     ("ClearPrefix", admin_pb2.ClearPrefixRequest(), "what: must be request or cache_salt"),
     ("ClearPrefix", admin_pb2.ClearPrefixRequest(cache_salt="x" * 257), "cache_salt = 257: must be at most 256"),
+    ("ClearPrefix", admin_pb2.ClearPrefixRequest(request=ask(), moved=True), "moved = True: must be false on a router"),
     ("MovePrefix", admin_pb2.MovePrefixRequest(request=ask()), "to_worker_id = '': must name a worker"),
     (
         "MovePrefix",
@@ -240,9 +310,9 @@ async def test_an_adapters_prefix_is_not_the_models(model, tmp_path):
         moved = await admin.MovePrefix(
             admin_pb2.MovePrefixRequest(request=by_adapter, from_worker_id="p0", to_worker_id="d0", remove=True)
         )
-        assert (moved.num_blocks, moved.num_moved_blocks, moved.num_removed_blocks) == (7, 7, 2)
+        assert (moved.num_blocks, moved.num_moved_blocks, moved.num_removed_blocks) == (7, 7, 14)
         assert (await admin.ClearPrefix(admin_pb2.ClearPrefixRequest(request=ask()))).num_blocks == 0
-        assert (await admin.ClearPrefix(admin_pb2.ClearPrefixRequest(request=by_model))).num_blocks == 7 + 6 + 6
+        assert (await admin.ClearPrefix(admin_pb2.ClearPrefixRequest(request=by_model))).num_blocks == 7
 
 
 async def test_a_worker_reads_token_ids_only(model):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from engine.rates import Rate
 from engine.tiers.store_tier import StoreSettings
 from kvstore.redis_index import RedisIndex
 from pagewire.errors import Unavailable
@@ -73,12 +72,10 @@ async def test_reset_clears_the_tier(model):
         assert node.value("hit_tokens_total", source="local_device") == 0
 
 
-def never_too_dear(node: Node) -> None:
-    """A tiny model computes sooner than it asks, and this machine may be slow."""
+def never_too_slow(node: Node) -> None:
+    """This machine may be slow."""
     assert node.engine.tiers is not None
     assert node.engine.tiers.store is not None
-    node.engine.tiers.observe_prefill = lambda num_tokens, seconds: None
-    node.engine.tiers.store.costs.prefill = Rate(1e-3, 1e9)
     node.engine.tiers.store.settings = StoreSettings(min_deadline=60)
 
 
@@ -88,7 +85,7 @@ async def test_any_worker_loads_what_the_fleet_has_stored(model, expected):
         options = {name: {"kv_store_url": server.url, "kv_store_size": "4MiB"} for name in ("p0", "p1", "d0", "d1")}
         async with fleet(model, tuple(options), options=options) as workers:
             for name in options:
-                never_too_dear(workers[name])
+                never_too_slow(workers[name])
             assert await workers.run("p0", "d0", PROMPT, PARAMS) == expected
             for name, num_stored in (("p0", 7), ("d0", 1)):  # D received seven blocks and computed one
                 lose(workers[name])

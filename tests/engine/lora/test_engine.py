@@ -17,6 +17,7 @@ from engine.request import EngineRequest
 from kernels import cpu
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams, StructuredOutput
+from tests.engine.tiers.costs import load_whatever_it_costs
 from tests.tiny_adapters import ALL, make_adapter, merge
 
 Build = Callable[..., Engine]
@@ -173,6 +174,7 @@ def test_a_grammar_holds_with_an_adapter(build: Build) -> None:
 
 
 def test_equal_prompts_share_blocks_with_nobody_elses_adapter(build: Build, tmp_path: Path) -> None:
+    """CASES D3: a reload under the same name too."""
     engine = build(lora_root=tmp_path)
     prompt = list(range(20, 41))
 
@@ -262,7 +264,9 @@ def test_an_adapter_that_cannot_be_put_on_the_device_fails_alone_and_leaves_noth
 
 
 def test_blocks_of_an_adapter_come_back_from_a_tier_for_it_alone(build: Build) -> None:
+    """CASES D4: evicted with one adapter, asked for with another and without any."""
     engine = build(kv_offloading_size="1MiB")
+    load_whatever_it_costs(engine.tiers)
     prompt = list(range(20, 41))
     names = ("all", "rs", "")
     expected = {name: each[0] for name, each in zip(names, build().generate([prompt] * 3, GREEDY, names), strict=True)}

@@ -82,7 +82,6 @@ def worker(
         return wrap(store), StoreFormat(model, block_size, block_bytes)
 
     harness = Worker(num_blocks=16, store=make, **more)
-    harness.tier.costs.prefill = Rate(1e-3, 1e9)
     harness.tier.settings = StoreSettings(min_deadline=WAIT)
     assert harness.tiers is not None
     try:

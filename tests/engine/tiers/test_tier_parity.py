@@ -7,10 +7,10 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.rates import Rate
 from engine.tiers.store_tier import StoreSettings
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
+from tests.engine.tiers.costs import load_whatever_it_costs
 from tests.valkey import Server
 
 PROMPTS = [list(range(10, 10 + num_tokens)) for num_tokens in (3, 4, 5, 8, 17, 40)]
@@ -32,6 +32,7 @@ def test_cold_and_warm_from_the_tier_are_equal(tiny_model: Callable[..., Path]) 
     model = tiny_model("llama")
     cold = Engine(_options(model, enable_prefix_caching=False))
     engine = Engine(_options(model, kv_offloading_size="1MiB"))
+    load_whatever_it_costs(engine.tiers)
     assert engine.tiers is not None
     for params in PARAMS:
         expected = cold.generate(PROMPTS, params)
@@ -123,7 +124,7 @@ def test_another_engine_goes_on_from_the_store(tiny_model: Callable[..., Path]) 
             engine = Engine(_options(tiny_model(family), **store))
             assert engine.tiers is not None
             assert engine.tiers.store is not None
-            engine.tiers.store.costs.prefill = Rate(1e-3, 1e9)  # else a tiny model computes sooner than it asks
+            load_whatever_it_costs(engine.tiers)
             engine.tiers.store.settings = StoreSettings(min_deadline=60)
             results.append([engine.generate(PROMPTS, params) for params in PARAMS])
             assert engine.tiers.quiesce()
