@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from engine.engine import Engine
-from engine.errors import EngineError, EngineStopped, RequestRefused
+from engine.errors import EngineDied, EngineError, EngineStopped, RequestRefused
 from engine.request import EngineRequest, RequestFailed, StepOutput
 from pagewire.trace import log_fields, new_error_id
 
@@ -180,6 +180,8 @@ class EngineLoop:
         started_at = time.perf_counter()
         try:
             output = self._engine.step()
+        except EngineDied:
+            raise
         except Exception as error:
             error_id = new_error_id()
             logger.exception("a step failed; its requests are given up", extra={"error_id": error_id})

@@ -4,7 +4,7 @@ import contextlib
 import mmap
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,14 @@ class KvLayout:
         dtype = str(self.dtype).removeprefix("torch.")
         shape = f"l{self.num_layers}.h{self.num_kv_heads}.b{self.block_size}.d{self.head_dim}"
         return f"canonical/{shape}/{dtype}"
+
+
+class KvLayers(Protocol):
+    """The cache as a model's layers see it."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """The layer's K and V, views [num_blocks, num_kv_heads, block_size, head_dim] (64-bit strides)."""
+        ...
 
 
 class KvMemory:
