@@ -5,6 +5,7 @@ rank 0 ◄─ Loaded | Failed ──   and says so, or why it can't
 rank 0 ── Join ──►             with the pool's descriptor beside it
 rank 0 ── Forward, Logits ──►  each step; then the ranks meet in their group
 rank 0 ◄─ Failed ──            a rank that can't go on says why and exits
+rank 0 ── Stop ──►
 
 A closed socket ends the rank; to rank 0 it says that the rank has died.
 """
@@ -104,6 +105,11 @@ class Logits:
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         return torch.frombuffer(bytearray(self.hidden), dtype=dtype).view(self.num_rows, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """There are no more steps."""
 
 
 def encode(message: object) -> bytes:

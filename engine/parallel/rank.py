@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.errors import EngineError
-from engine.parallel.messages import Failed, Forward, Join, Load, Loaded, Logits, receive, send
+from engine.parallel.messages import Failed, Forward, Join, Load, Loaded, Logits, Stop, receive, send
 
 ADDRESS = "PAGEWIRE_RANK_ADDRESS"
 TOKEN_BYTES = 32
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_rank(address: str, token: bytes, rank: int) -> None:
-    """Serves rank 0, which listens at the abstract Unix socket `address`, until it ends. Never returns."""
+    """Serves rank 0, which listens at the abstract Unix socket `address`, until it says stop.
+
+    If rank 0 ends otherwise, so does this process.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connecting:
         connecting.connect("\0" + address)
         connecting.sendall(token + rank.to_bytes(4, "little") + os.getpid().to_bytes(4, "little"))
@@ -60,6 +63,8 @@ def _serve(connection: "Connection[Any, Any]", rank: int) -> None:
             part.forward(message)
         elif isinstance(message, Logits):
             part.logits(message)
+        elif isinstance(message, Stop):
+            return
         else:
             raise TypeError(f"a message of type {type(message).__name__} is not known")
 
@@ -70,8 +75,10 @@ def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]"
         while True:
             message = receive(connection)
             messages.put((message, _receive_descriptor(connection)) if isinstance(message, Join) else message)
+            if isinstance(message, Stop):
+                return
     except (EOFError, OSError):
-        os._exit(0)  # rank 0 has ended, or wants it
+        os._exit(0)  # rank 0 has ended
 
 
 def _receive_descriptor(connection: "Connection[Any, Any]") -> int:
@@ -89,6 +96,7 @@ def _set_up_log(rank: int, level: int) -> None:
 def main() -> None:
     address, token, rank = os.environ.pop(ADDRESS).split(":")
     run_rank(address, bytes.fromhex(token), int(rank))
+    os._exit(0)  # the interpreter would look through all of torch once more before it ends
 
 
 if __name__ == "__main__":

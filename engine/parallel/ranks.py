@@ -20,7 +20,7 @@ from engine.model_config import ModelError
 from engine.models.decoder import Decoder, Model
 from engine.parallel.heads import KvHeads
 from engine.parallel.launch import Launcher, RankProcess
-from engine.parallel.messages import Failed, Join, Load, Loaded, encode, receive, send
+from engine.parallel.messages import Failed, Join, Load, Loaded, Stop, encode, receive, send
 from engine.parallel.model import ParallelModel
 from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.rank import TOKEN_BYTES
@@ -50,6 +50,7 @@ class Ranks:
         self._processes: dict[int, RankProcess] = {}
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._pids: dict[int, int] = {}
+        self._has_joined = False
         self._is_closing = False
         self._death: EngineDied | None = None
         self._died = threading.Event()
@@ -80,6 +81,7 @@ class Ranks:
                 send(connection, Join(memory.num_blocks, memory.layout.block_size, str(meeting)))
                 with socket.socket(fileno=os.dup(connection.fileno())) as own:
                     socket.send_fds(own, [b"\0"], [memory.fd])
+            self._has_joined = True
             self._run("ranks-watch", self._watch)
             try:
                 group = ProcessRanks(meeting, 0, self._size)
@@ -112,12 +114,16 @@ class Ranks:
         """Ends all of them. Idempotent."""
         self._is_closing = True
         self._listener.close()
-        for connection in self._connections.values():
+        if self._has_joined:
+            with suppress(EngineDied):
+                self.tell(Stop())
+        for process in self._processes.values():
+            if self._has_joined:
+                process.how_it_ended(_END_SECONDS)
+            process.kill()
+        for connection in self._connections.values():  # a killed actor's process may go later
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
                 own.shutdown(socket.SHUT_RDWR)
-        for process in self._processes.values():
-            if process.how_it_ended(_END_SECONDS if self._connections else 0.0) is None:
-                process.kill()
         for thread in self._threads:
             thread.join()
         for connection in self._connections.values():
@@ -184,10 +190,11 @@ class Ranks:
         connection = next(each for each in ready if isinstance(each, Connection))
         rank = ranks[connection]
         try:
-            answer = receive(connection)
-            reason = f"rank {rank} has failed: {answer.reason}"
+            reason = f"rank {rank} has failed: {receive(connection).reason}"
         except (EOFError, OSError):
             reason = self._how_it_died(rank)
+        if self._is_closing:
+            return
         self._death = EngineDied(reason)
         self._died.set()
         logger.critical("%s; a model on %d ranks can't go on without it", reason, self._size)

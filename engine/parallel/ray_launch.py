@@ -1,6 +1,7 @@
 """Ranks as actors of a Ray cluster, all on this machine: they share the KV pool's memory with rank 0."""
 
 import logging
+import os
 from contextlib import suppress
 from typing import Any
 
@@ -36,7 +37,7 @@ class RayActor:
 class RayActors:
     """The launcher `ray`: joins the cluster at $RAY_ADDRESS, else starts one for this process.
 
-    Raises ModelError without Ray, or if this machine's node lacks a CPU for each rank.
+    Raises ModelError without Ray, or if this machine's node has fewer CPUs than actors.
     """
 
     def __init__(self, size: int) -> None:
@@ -50,8 +51,19 @@ class RayActors:
         self._ray: Any = ray
         self._has_started = not ray.is_initialized()
         if self._has_started:
-            ray.init(log_to_driver=True, include_dashboard=False, logging_level=logging.WARNING, namespace="pagewire")
+            address = os.environ.get("RAY_ADDRESS")
+            own: dict[str, Any] = {"num_cpus": size - 1, "include_dashboard": False}
+            ray.init(
+                address or "local", namespace="pagewire", logging_level=logging.WARNING, **({} if address else own)
+            )
         self._node = ray.get_runtime_context().get_node_id()
+        num_cpus = next(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == self._node)
+        if num_cpus < size - 1:
+            self.close()
+            raise ModelError(
+                f"distributed_executor_backend = ray: tensor_parallel_size = {size} needs {size - 1} actors on this "
+                f"machine, whose node has {num_cpus:g} CPUs; ranks on other machines are not supported yet"
+            )
 
     def start(self, rank: int, address: str, token: bytes) -> RayActor:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
