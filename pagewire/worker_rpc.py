@@ -3,7 +3,8 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from importlib.metadata import version
 from typing import Any
 
@@ -56,6 +57,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchWorker(
         self, request: worker_pb2.WatchWorkerRequest, context: _Context
     ) -> AsyncIterator[worker_pb2.WatchWorkerResponse]:
+        with self._worker.router_presence(request.router_id):
+            async with aclosing(self._watch()) as responses:
+                async for response in responses:
+                    yield response
+
+    async def _watch(self) -> AsyncGenerator[worker_pb2.WatchWorkerResponse]:
         response = worker_pb2.WatchWorkerResponse(info=info_to_proto(self._worker.description))
         adapters: tuple[AdapterView, ...] = ()
         while not self._closed.is_set():

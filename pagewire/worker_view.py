@@ -1,6 +1,7 @@
 """What a worker tells others about itself, as plain data, and the protocol by which the shared servicers ask for it."""
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -147,6 +148,10 @@ class WorkerView(Protocol):
 
     async def wait_for_change(self) -> None:
         """Returns when `load()` may have changed."""
+        ...
+
+    def router_presence(self, router_id: str) -> AbstractContextManager[None]:
+        """Stands while a router watches this worker."""
         ...
 
     async def reset_prefix_cache(self) -> int:

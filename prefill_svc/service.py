@@ -38,7 +38,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             ids_are_checked=True,
             adapter=self._worker.adapters.find(job.adapter),
         )
-        stream = self._worker.prefill(engine_request, hand_off=request.hand_off, sources=job.prefix_sources)
+        stream = self._worker.prefill(
+            engine_request, hand_off=request.hand_off, sources=job.prefix_sources, router_id=request.router_id
+        )
         try:
             yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.PrefillAccepted(ticket=stream.ticket))
             async with aclosing(stream.events()) as events:

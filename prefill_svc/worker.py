@@ -49,10 +49,13 @@ class PrefillWorker(KvWorker):
 
     # --- requests ---
 
-    def prefill(self, request: EngineRequest, *, hand_off: bool, sources: Sequence[PrefixSource] = ()) -> PrefillStream:
+    def prefill(
+        self, request: EngineRequest, *, hand_off: bool, sources: Sequence[PrefixSource] = (), router_id: str = ""
+    ) -> PrefillStream:
         """Admits a request or refuses it at once. The caller calls `cancel` when its stream ends, however it ends.
 
-        `sources` are said to hold leading blocks of it; what is fetched from them need not be computed.
+        `sources` are said to hold leading blocks of it; what is fetched from them need not be computed. `router_id`:
+        whose request it is.
         """
         try:
             if request.request_id in self._streams:
@@ -63,7 +66,8 @@ class PrefillWorker(KvWorker):
             raise
         ticket = b""
         if hand_off:
-            ticket = self.leases.open(request.request_id, num_prefill_tokens(request), request.trace_id).name
+            num_tokens = num_prefill_tokens(request)
+            ticket = self.leases.open(request.request_id, num_tokens, request.trace_id, router_id).name
         stream = PrefillStream(request.request_id, ticket, request.trace_id)
         self._streams[request.request_id] = stream
         self._first_tokens[request.request_id] = []

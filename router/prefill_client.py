@@ -9,6 +9,7 @@ import grpc
 from pagewire.errors import Internal, PagewireError, Unavailable, from_rpc_error
 from pagewire.trace import log_fields, new_error_id, trace_id
 from pagewire.v1 import prefill_pb2, prefill_pb2_grpc
+from router.identity import ROUTER_ID
 from router.request import Logprobs, Token, WorkerCall
 from router.worker_wire import logprobs, token, worker_request
 
@@ -51,7 +52,7 @@ async def prefill(channel: grpc.aio.Channel, call: WorkerCall, listener: Prefill
     """
     stub = prefill_pb2_grpc.PrefillServiceStub(channel)
     try:
-        request = prefill_pb2.PrefillRequest(request=worker_request(call), hand_off=hand_off)
+        request = prefill_pb2.PrefillRequest(request=worker_request(call), hand_off=hand_off, router_id=ROUTER_ID)
         stream = stub.Prefill(request, timeout=call.seconds_left)
         try:
             await _read(stream, listener)

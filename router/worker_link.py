@@ -10,6 +10,7 @@ import grpc
 from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from pagewire.worker_view import AdapterView, LoadSnapshot, WorkerDescription
 from pagewire.worker_wire import adapter_from_proto, info_from_proto, load_from_proto
+from router.identity import ROUTER_ID
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class WorkerLink:
 
     async def _watch(self) -> None:
         stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
-        call = stub.WatchWorker(worker_pb2.WatchWorkerRequest())
+        call = stub.WatchWorker(worker_pb2.WatchWorkerRequest(router_id=ROUTER_ID))
         adapters: tuple[AdapterView, ...] = ()
         try:
             while True:

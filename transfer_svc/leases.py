@@ -18,6 +18,8 @@ from engine.request import TokenOutput
 TICKET_BYTES = 16
 # A lost connection is not a lost worker: so long it may take to come back, or a router to give its ticket to another.
 HOLDER_GRACE_SECONDS = 1.0
+# A router takes as long to believe that a worker is gone, and then watches it anew.
+ROUTER_GRACE_SECONDS = 5.0
 
 
 class TicketState(Enum):
@@ -72,7 +74,8 @@ class Ticket:
     `blocks` begin at index `first_block` of the sequence. A lent ticket also holds the `leading_ids` before them, since
     who holds a block of a chain holds all before it, and the `pending_ids` whose checksums are still to be computed.
 
-    `holder_left_at`: its holder's connection broke then, and nothing was heard of the holder since.
+    `holder_left_at`: its holder's connection broke then, and nothing was heard of the holder since. `router_left_at`:
+    the same of the router that asked for it.
     """
 
     name: bytes
@@ -89,6 +92,8 @@ class Ticket:
     leased_at: float = 0.0
     is_abandoned: bool = False
     holder_left_at: float | None = None
+    router_id: str = ""
+    router_left_at: float | None = None
     trace_id: str = ""
     leading_ids: tuple[int, ...] = ()
     pending_ids: list[int] = field(default_factory=list)
@@ -104,6 +109,14 @@ class Ticket:
     @property
     def block_ids(self) -> list[int]:
         return [*self.leading_ids, *(block.block_id for block in self.blocks), *self.pending_ids]
+
+    @property
+    def orphaned_at(self) -> float | None:
+        """When nobody will want it: its router is gone, and no decode worker took it or that one missed two beats."""
+        if self.router_left_at is None:
+            return None
+        at = self.router_left_at + ROUTER_GRACE_SECONDS
+        return max(at, self.expires_at - self.lease_seconds / 3) if self.epoch else at
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +160,10 @@ class LeaseTable:
         names = (name for name in reversed(self._tickets) if self._tickets[name].request_id == request_id)
         return next(names, None)
 
-    def open(self, request_id: str, num_tokens: int, trace_id: str = "") -> Ticket:
+    def open(self, request_id: str, num_tokens: int, trace_id: str = "", router_id: str = "") -> Ticket:
         """A new ticket; the caller's Prefill stream owns it until `complete`. `trace_id` is for log lines."""
         ticket = Ticket(self._random_bytes(TICKET_BYTES), request_id, num_tokens, self.lease_seconds, trace_id=trace_id)
+        ticket.router_id = router_id
         self._tickets[ticket.name] = ticket
         return ticket
 
@@ -239,6 +253,18 @@ class LeaseTable:
             if ticket.holder == holder:
                 ticket.holder_left_at = None
 
+    def router_left(self, router_id: str, now: float) -> None:
+        """No watch of the router's stands any more."""
+        for ticket in self._tickets.values():
+            if ticket.router_id == router_id and ticket.router_left_at is None:
+                ticket.router_left_at = now
+
+    def router_came(self, router_id: str) -> None:
+        """It watches (again)."""
+        for ticket in self._tickets.values():
+            if ticket.router_id == router_id:
+                ticket.router_left_at = None
+
     def release(self, name: bytes, epoch: int) -> list[int] | None:
         """The holder is done. None (and no change) if the ticket is unknown or belongs to another epoch.
 
@@ -258,8 +284,8 @@ class LeaseTable:
         return None if ticket is None else self._remove(ticket)
 
     def reap(self, now: float, *, under_pressure: bool) -> list[Expired]:
-        """Ends every lease that is over or whose holder is gone and, under pool pressure, every one held longer than
-        `max_hold_seconds`."""
+        """Ends every lease that is over, whose holder is gone or that nobody will want; under pool pressure also every
+        one held longer than `max_hold_seconds`."""
         ended = []
         for ticket in self.tickets:
             if ticket.state is TicketState.COMPUTING:
@@ -268,6 +294,8 @@ class LeaseTable:
                 ended.append(Expired(ticket, "its lease expired"))
             elif ticket.holder_left_at is not None and now >= ticket.holder_left_at + HOLDER_GRACE_SECONDS:
                 ended.append(Expired(ticket, f"the connection of its holder {ticket.holder} broke", deserted=True))
+            elif ticket.orphaned_at is not None and now >= ticket.orphaned_at:
+                ended.append(Expired(ticket, f"the router {ticket.router_id} that asked for it is gone", deserted=True))
             elif under_pressure and now - ticket.leased_at >= self.max_hold_seconds:
                 ended.append(
                     Expired(ticket, f"held longer than {self.max_hold_seconds:g} s while requests wait", revoked=True)

@@ -49,6 +49,7 @@ class KvSender:
         self._changes: dict[bytes, asyncio.Event] = {}
         self._ends: OrderedDict[bytes, str] = OrderedDict()
         self._present: Counter[str] = Counter()
+        self._routers: Counter[str] = Counter()
 
     def attach(self, name: bytes, holder: str) -> Ticket:
         """Starts a new epoch for `holder`; pulls of the older one end. Raises NotFound."""
@@ -106,6 +107,19 @@ class KvSender:
             if not self._present[holder]:
                 del self._present[holder]
                 self._leases.holder_left(holder, self._clock())
+
+    @contextmanager
+    def router_presence(self, router_id: str) -> Iterator[None]:
+        """A watch of a router, while it stands."""
+        self._routers[router_id] += 1
+        self._leases.router_came(router_id)
+        try:
+            yield
+        finally:
+            self._routers[router_id] -= 1
+            if not self._routers[router_id]:
+                del self._routers[router_id]
+                self._leases.router_left(router_id, self._clock())
 
     def release(self, name: bytes, epoch: int) -> bool:
         """The holder is done with the ticket; False if there is nothing it could release."""

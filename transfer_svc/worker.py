@@ -12,6 +12,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,6 +220,9 @@ class KvWorker(ABC):
             tickets=self.sender.snapshot(),
             queues=self._queue.by_tenant(),
         )
+
+    def router_presence(self, router_id: str) -> AbstractContextManager[None]:
+        return self.sender.router_presence(router_id)
 
     async def wait_for_change(self) -> None:
         await self._host.wait_for_change()

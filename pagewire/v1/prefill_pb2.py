@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pagewire.v1 import types_pb2 as pagewire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pagewire/v1/prefill.proto\x12\x0bpagewire.v1\x1a\x17pagewire/v1/types.proto\"O\n\x0ePrefillRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.pagewire.v1.WorkerRequest\x12\x10\n\x08hand_off\x18\x02 \x01(\x08\"\xe8\x01\n\x0fPrefillResponse\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1c.pagewire.v1.PrefillAcceptedH\x00\x12\x30\n\x08progress\x18\x02 \x01(\x0b\x32\x1c.pagewire.v1.PrefillProgressH\x00\x12\x30\n\x0c\x66irst_tokens\x18\x03 \x01(\x0b\x32\x18.pagewire.v1.FirstTokensH\x00\x12\x36\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.pagewire.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"!\n\x0fPrefillAccepted\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"I\n\x0fPrefillProgress\x12\x1b\n\x13num_computed_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"R\n\x0b\x46irstTokens\x12(\n\x06tokens\x18\x01 \x03(\x0b\x32\x18.pagewire.v1.TokenOutput\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\":\n\x14ReleaseTicketRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\")\n\x15ReleaseTicketResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xb0\x01\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1b.pagewire.v1.PrefillRequest\x1a\x1c.pagewire.v1.PrefillResponse0\x01\x12V\n\rReleaseTicket\x12!.pagewire.v1.ReleaseTicketRequest\x1a\".pagewire.v1.ReleaseTicketResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pagewire/v1/prefill.proto\x12\x0bpagewire.v1\x1a\x17pagewire/v1/types.proto\"b\n\x0ePrefillRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.pagewire.v1.WorkerRequest\x12\x10\n\x08hand_off\x18\x02 \x01(\x08\x12\x11\n\trouter_id\x18\x03 \x01(\t\"\xe8\x01\n\x0fPrefillResponse\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1c.pagewire.v1.PrefillAcceptedH\x00\x12\x30\n\x08progress\x18\x02 \x01(\x0b\x32\x1c.pagewire.v1.PrefillProgressH\x00\x12\x30\n\x0c\x66irst_tokens\x18\x03 \x01(\x0b\x32\x18.pagewire.v1.FirstTokensH\x00\x12\x36\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.pagewire.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"!\n\x0fPrefillAccepted\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"I\n\x0fPrefillProgress\x12\x1b\n\x13num_computed_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"R\n\x0b\x46irstTokens\x12(\n\x06tokens\x18\x01 \x03(\x0b\x32\x18.pagewire.v1.TokenOutput\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\":\n\x14ReleaseTicketRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\")\n\x15ReleaseTicketResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xb0\x01\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1b.pagewire.v1.PrefillRequest\x1a\x1c.pagewire.v1.PrefillResponse0\x01\x12V\n\rReleaseTicket\x12!.pagewire.v1.ReleaseTicketRequest\x1a\".pagewire.v1.ReleaseTicketResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.prefill_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=67
-  _globals['_PREFILLREQUEST']._serialized_end=146
-  _globals['_PREFILLRESPONSE']._serialized_start=149
-  _globals['_PREFILLRESPONSE']._serialized_end=381
-  _globals['_PREFILLACCEPTED']._serialized_start=383
-  _globals['_PREFILLACCEPTED']._serialized_end=416
-  _globals['_PREFILLPROGRESS']._serialized_start=418
-  _globals['_PREFILLPROGRESS']._serialized_end=491
-  _globals['_FIRSTTOKENS']._serialized_start=493
-  _globals['_FIRSTTOKENS']._serialized_end=575
-  _globals['_RELEASETICKETREQUEST']._serialized_start=577
-  _globals['_RELEASETICKETREQUEST']._serialized_end=635
-  _globals['_RELEASETICKETRESPONSE']._serialized_start=637
-  _globals['_RELEASETICKETRESPONSE']._serialized_end=678
-  _globals['_PREFILLSERVICE']._serialized_start=681
-  _globals['_PREFILLSERVICE']._serialized_end=857
+  _globals['_PREFILLREQUEST']._serialized_end=165
+  _globals['_PREFILLRESPONSE']._serialized_start=168
+  _globals['_PREFILLRESPONSE']._serialized_end=400
+  _globals['_PREFILLACCEPTED']._serialized_start=402
+  _globals['_PREFILLACCEPTED']._serialized_end=435
+  _globals['_PREFILLPROGRESS']._serialized_start=437
+  _globals['_PREFILLPROGRESS']._serialized_end=510
+  _globals['_FIRSTTOKENS']._serialized_start=512
+  _globals['_FIRSTTOKENS']._serialized_end=594
+  _globals['_RELEASETICKETREQUEST']._serialized_start=596
+  _globals['_RELEASETICKETREQUEST']._serialized_end=654
+  _globals['_RELEASETICKETRESPONSE']._serialized_start=656
+  _globals['_RELEASETICKETRESPONSE']._serialized_end=697
+  _globals['_PREFILLSERVICE']._serialized_start=700
+  _globals['_PREFILLSERVICE']._serialized_end=876
 # @@protoc_insertion_point(module_scope)

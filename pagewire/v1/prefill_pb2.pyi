@@ -27,8 +27,13 @@ class PrefillRequest(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     HAND_OFF_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
     hand_off: _builtins.bool
     """False if no decode worker will pull (max_tokens = 1): blocks are freed at the end."""
+    router_id: _builtins.str
+    """Who asks, as in WatchWorkerRequest: if it is gone for some seconds, so is a ticket that no decode worker has taken.
+    Empty: the ticket is left to its lease.
+    """
     @_builtins.property
     def request(self) -> _types_pb2.WorkerRequest:
         """The request. max_tokens is ignored: the router owns the length finish."""
@@ -38,10 +43,11 @@ class PrefillRequest(_message.Message):
         *,
         request: _types_pb2.WorkerRequest | None = ...,
         hand_off: _builtins.bool = ...,
+        router_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hand_off", b"hand_off", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hand_off", b"hand_off", "request", b"request", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pagewire.v1 import types_pb2 as pagewire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pagewire/v1/worker.proto\x12\x0bpagewire.v1\x1a\x17pagewire/v1/types.proto\"\x14\n\x12WatchWorkerRequest\"\x8f\x01\n\x13WatchWorkerResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.pagewire.v1.WorkerInfo\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.pagewire.v1.WorkerLoad\x12*\n\x08\x61\x64\x61pters\x18\x03 \x01(\x0b\x32\x18.pagewire.v1.AdapterList\"5\n\x0b\x41\x64\x61pterList\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.pagewire.v1.Adapter2c\n\rWorkerService\x12R\n\x0bWatchWorker\x12\x1f.pagewire.v1.WatchWorkerRequest\x1a .pagewire.v1.WatchWorkerResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pagewire/v1/worker.proto\x12\x0bpagewire.v1\x1a\x17pagewire/v1/types.proto\"\'\n\x12WatchWorkerRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\x8f\x01\n\x13WatchWorkerResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.pagewire.v1.WorkerInfo\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.pagewire.v1.WorkerLoad\x12*\n\x08\x61\x64\x61pters\x18\x03 \x01(\x0b\x32\x18.pagewire.v1.AdapterList\"5\n\x0b\x41\x64\x61pterList\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.pagewire.v1.Adapter2c\n\rWorkerService\x12R\n\x0bWatchWorker\x12\x1f.pagewire.v1.WatchWorkerRequest\x1a .pagewire.v1.WatchWorkerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.worker_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WATCHWORKERREQUEST']._serialized_start=66
-  _globals['_WATCHWORKERREQUEST']._serialized_end=86
-  _globals['_WATCHWORKERRESPONSE']._serialized_start=89
-  _globals['_WATCHWORKERRESPONSE']._serialized_end=232
-  _globals['_ADAPTERLIST']._serialized_start=234
-  _globals['_ADAPTERLIST']._serialized_end=287
-  _globals['_WORKERSERVICE']._serialized_start=289
-  _globals['_WORKERSERVICE']._serialized_end=388
+  _globals['_WATCHWORKERREQUEST']._serialized_end=105
+  _globals['_WATCHWORKERRESPONSE']._serialized_start=108
+  _globals['_WATCHWORKERRESPONSE']._serialized_end=251
+  _globals['_ADAPTERLIST']._serialized_start=253
+  _globals['_ADAPTERLIST']._serialized_end=306
+  _globals['_WORKERSERVICE']._serialized_start=308
+  _globals['_WORKERSERVICE']._serialized_end=407
 # @@protoc_insertion_point(module_scope)

@@ -21,16 +21,21 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class WatchWorkerRequest(_message.Message):
-    """Empty."""
+    """Author: the router."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    """The router's random name of this run, as in PrefillRequest. While it watches, it lives; empty: nothing is concluded."""
     def __init__(
         self,
+        *,
+        router_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.nightly
 
 LEASE_SECONDS = 30.0  # the default of --kv-lease-seconds
 BROKEN_SECONDS = 10.0  # on a busy machine; some 100 ms on a quiet one (the goal is 2 s), which the test prints
-REAP_SECONDS = 15.0
 
 
 @pytest.fixture
@@ -96,13 +95,12 @@ async def test_a_partition(
     assert seconds < LEASE_SECONDS
 
 
-@pytest.mark.nightly  # it waits for the end of a lease of 30 s
 @pytest.mark.parametrize("held", [63], indirect=True)
 @pytest.mark.timeout(200)
 async def test_a_partition_of_decode_and_router(
     system: System, held: tuple[str, "asyncio.Task[Stream]"], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody is left who could give the ticket back: its lease does."""
+    """Nobody is left who could give the ticket back: prefill sees that the router's watch ended."""
     _, running = held
     started = time.monotonic()
     system["r0"].kill()
@@ -110,4 +108,4 @@ async def test_a_partition_of_decode_and_router(
         await running
     seconds = await reclaimed_after(system, started)
     report(capsys, "frozen, its router killed", seconds)
-    assert seconds < LEASE_SECONDS + REAP_SECONDS
+    assert seconds < LEASE_SECONDS

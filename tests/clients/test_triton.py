@@ -125,7 +125,7 @@ def test_stream(client: triton.InferenceServerClient, grpc: Client, with_empty_f
     if with_empty_final:
         assert not results.pop().get_response().outputs
     assert "".join(texts(result)[0] for result in results) == wanted.text
-    assert len(results) > 5
+    assert len(results) > 1  # tokens of several steps travel together on a busy machine
     assert [texts(result, "finish_reason")[0] for result in results] == [""] * (len(results) - 1) + ["length"]
 
 

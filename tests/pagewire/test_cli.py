@@ -106,8 +106,8 @@ def test_print_config_obeys_precedence(tmp_path: Path) -> None:
                     "--no-enable-prefix-caching", "--print-config", PAGEWIRE_MAX_NUM_SEQS="11",
                     PAGEWIRE_BLOCK_SIZE="12")  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert {"max_num_seqs = 21", "tensor_parallel_size = 2", "block_size = 12", "max_num_batched_tokens = 3", 'model = "m"',
-            "enable_prefix_caching = false"} <= set(done.stdout.splitlines())  # fmt: skip
+    assert {"max_num_seqs = 21", "tensor_parallel_size = 2", "block_size = 12", "max_num_batched_tokens = 3",
+            'model = "m"', "enable_prefix_caching = false"} <= set(done.stdout.splitlines())  # fmt: skip
 
 
 def test_generate_streams_text(target: str) -> None:

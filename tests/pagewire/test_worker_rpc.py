@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import grpc
 import pytest
@@ -55,6 +55,9 @@ class FakeWorker:
 
     async def wait_for_change(self):
         await self._changed.wait()
+
+    def router_presence(self, router_id):
+        return nullcontext()
 
     async def reset_prefix_cache(self):
         return 7

@@ -15,6 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from engine.request import FinishReason, TokenOutput
 from transfer_svc.leases import (
     HOLDER_GRACE_SECONDS,
+    ROUTER_GRACE_SECONDS,
     LeaseTable,
     ManifestBlock,
     PrefillResult,
@@ -36,6 +37,7 @@ class Model:
     expires_at: float = 0.0
     abandoned: bool = False
     left_at: float | None = None
+    router_left_at: float | None = None
     gone: bool = False
 
 
@@ -62,7 +64,7 @@ class Leases(RuleBasedStateMachine):
     @precondition(lambda self: len(self.models) < 4)  # few, so that much happens to each
     @rule(target=tickets)
     def open(self) -> bytes:
-        name = self.table.open("r", 9).name
+        name = self.table.open("r", 9, router_id="router").name
         assert name not in self.models
         self.models[name] = Model()
         return name
@@ -144,6 +146,19 @@ class Leases(RuleBasedStateMachine):
         for model in self.models.values():
             model.left_at = None
 
+    @rule()
+    def router_leaves(self) -> None:
+        self.table.router_left("router", self.now)
+        for model in self.models.values():
+            if model.router_left_at is None:
+                model.router_left_at = self.now
+
+    @rule()
+    def router_comes_back(self) -> None:
+        self.table.router_came("router")
+        for model in self.models.values():
+            model.router_left_at = None
+
     @rule(name=tickets, age=st.integers(0, 2))
     def release(self, name: bytes, age: int) -> None:
         model = self.models[name]
@@ -181,6 +196,7 @@ class Leases(RuleBasedStateMachine):
             and (
                 self.now >= model.expires_at
                 or (model.left_at is not None and self.now >= model.left_at + HOLDER_GRACE_SECONDS)
+                or self.is_orphaned(model)
                 or (under_pressure and self.now - model.leased_at >= MAX_HOLD)
             )
         }
@@ -188,6 +204,11 @@ class Leases(RuleBasedStateMachine):
         assert {expired.ticket.name for expired in ended} == over
         for expired in ended:
             self.end(expired.ticket.name, expired.ticket.block_ids)
+
+    def is_orphaned(self, model: Model) -> bool:
+        if model.router_left_at is None or self.now < model.router_left_at + ROUTER_GRACE_SECONDS:
+            return False
+        return not model.epoch or self.now >= model.expires_at - LEASE / 3
 
     @invariant()
     def every_reference_is_somewhere(self) -> None:

@@ -182,3 +182,31 @@ def test_a_holder_that_comes_back_goes_on(how):
     else:
         assert leases.heartbeat([(ticket.name, 1)], 101.9) == []
     assert leases.reap(110.0, under_pressure=False) == []
+
+
+def test_without_its_router_a_ticket_that_nobody_took_ends_after_a_grace():
+    leases = table(lease=30)
+    waiting, taken, others, computing = (
+        leases.open(name, 9, router_id=router) for name, router in (("a", "r1"), ("b", "r1"), ("c", "r2"), ("d", "r1"))
+    )
+    for ticket in (waiting, taken, others):
+        leases.complete(ticket.name, RESULT, 100.0)
+    leases.attach(taken.name, "d/1", 100.0)
+    leases.router_left("r1", 101.0)
+    assert leases.reap(105.9, under_pressure=False) == []
+    (expired,) = leases.reap(106.0, under_pressure=False)
+    assert (expired.ticket, expired.deserted) == (waiting, True)
+    # Who took one still reads it as long as its heartbeats come: only the router is gone, or only its connection.
+    assert leases.heartbeat([(taken.name, 1)], 110.0) == []
+    assert leases.reap(129.9, under_pressure=False) == []
+    assert {each.ticket.name for each in leases.reap(130.0, under_pressure=False)} == {taken.name, others.name}
+    assert leases.tickets == (computing,)  # the stream's
+
+
+def test_a_router_that_comes_back_finds_its_tickets():
+    leases = table(lease=30)
+    ticket = leases.open("a", 9, router_id="r1")
+    leases.complete(ticket.name, RESULT, 100.0)
+    leases.router_left("r1", 101.0)
+    leases.router_came("r1")
+    assert leases.reap(129.0, under_pressure=False) == []
