@@ -239,7 +239,7 @@ class DecodeWorker(KvWorker):
     def _failure(self, failed: RequestFailed) -> PagewireError:
         """Of an engine that has died it says nothing against the request: another worker goes on with it."""
         if self._host.engine.death.done():
-            return Unavailable(f"this worker's engine has died: {failed.message}")
+            return Unavailable(f"this worker stops: {failed.message}")
         return _failure(failed)
 
     def _accept(self, state: _Request, num_cached_tokens: int) -> None:

@@ -146,10 +146,10 @@ class EngineLoop:
         except BaseException as error:
             self._die(error)
 
-    def _end(self) -> None:
+    def _end(self, reason: str = "the engine has stopped") -> None:
         """Answers what waits in the queue and fails what still runs."""
         self._run_commands()
-        self._deliver(self._engine.fail_all("the engine has stopped"))
+        self._deliver(self._engine.fail_all(reason))
 
     def _die(self, error: BaseException) -> None:
         logger.critical("the device thread cannot go on", exc_info=error)
@@ -158,7 +158,10 @@ class EngineLoop:
         self._error = error
         self._engine.die(error)
         try:
-            self._end()
+            if isinstance(error, EngineDied):
+                self._end(f"the engine has died: {error}")
+            else:
+                self._end()
         except BaseException:
             logger.exception("what the dead device thread had left could not be given up")
 

@@ -198,7 +198,7 @@ class PrefillWorker(KvWorker):
             stream.put(InvalidArgument(f"request.{failed.field}", None, failed.message))
             return
         if self._host.engine.death.done():  # nothing against the request: another worker takes it
-            stream.put(Unavailable(f"this worker's engine has died: {failed.message}"))
+            stream.put(Unavailable(f"this worker stops: {failed.message}"))
             return
         bug = Internal(f"prefill failed: {failed.message}", error_id=failed.error_id)
         fields = log_fields(failed.request_id, stream.trace_id, error_id=bug.error_id)
