@@ -1,4 +1,6 @@
-"""Perplexity and top-1 agreement of int8 weights on a text that comes with Python: the language reference's prose.
+"""Perplexity and top-1 agreement of int8 weights, and of KV in one byte a value, on the language reference's prose.
+
+The text comes with Python.
 
     .venv/bin/python bench/quantization_accuracy.py --model .cache/models/gemma-3-270m --out FILE
 
@@ -26,7 +28,18 @@ from pagewire.sampling import SamplingParams
 from pagewire.text.tokenizer import Tokenizer
 
 BASELINE = "float32"
-VARIANTS = ("float32", "bfloat16", "float32+int8", "float32+w8a8", "bfloat16+int8", "bfloat16+w8a8")
+VARIANTS = (
+    "float32",
+    "bfloat16",
+    "float32+int8",
+    "float32+w8a8",
+    "bfloat16+int8",
+    "bfloat16+w8a8",
+    "float32+kv_int8",
+    "float32+kv_fp8",
+    "bfloat16+kv_int8",
+    "bfloat16+kv_fp8",
+)
 TOPICS = (
     "classes",
     "function",
@@ -87,6 +100,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window-tokens", type=int, default=512)
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, help=f"{BASELINE} is always among them")
     parser.add_argument("--out", type=Path, help="write a CSV")
     options = parser.parse_args()
     token_ids = Tokenizer.load(Path(options.model)).encode(text(), add_special_tokens=False)
@@ -99,10 +113,12 @@ def main() -> None:
     print(f"{processor()}, {label}")
     baseline: list[Prediction] = []
     made: list[Point] = []
-    for variant in VARIANTS:
+    for variant in dict.fromkeys([BASELINE, *options.variants]):
         dtype, _, quantization = variant.partition("+")
         began = time.perf_counter()
-        fields_ = {"model": options.model, "dtype": dtype, "quantization": quantization or "none"}
+        of_weights, _, of_kv = quantization.partition("kv_")
+        fields_ = {"model": options.model, "dtype": dtype, "quantization": of_weights or "none"}
+        fields_["kv_cache_dtype"] = of_kv or "auto"
         limits = {"max_model_len": 1024, "kv_cache_memory_bytes": 128 << 20, "enable_prefix_caching": False}
         engine = Engine(EngineOptions.model_validate(fields_ | limits))
         found = predict(engine, windows)

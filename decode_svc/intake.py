@@ -204,7 +204,7 @@ class Intake:
         try:
             async with peer.while_it_answers():
                 self._attached = await peer.attach(self._source.ticket)
-                self._prefix.cover(self._attached.num_tokens)
+                self._prefix.take_over(self._attached.num_tokens)
                 end = await self._pull_until_done(peer, self._attached, mine)
         except PagewireError as error:
             reason, may_recover = _REASONS.get(error.code, "peer"), _is_lost(error) and not peer.hangs

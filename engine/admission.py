@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from engine.errors import RequestRefused
-from engine.request import EngineRequest
+from engine.request import AdoptedKv, EngineRequest
 from engine.sequence import Sequence
+from kvstore.kv_groups import HeldBlocks, KvGroups
 
 Branch = tuple[int, tuple[int, ...]]
 """A choice and its output so far."""
@@ -35,7 +36,9 @@ class SchedulerConfig:
             )
 
 
-def check_request(request: EngineRequest, config: SchedulerConfig, num_blocks: int) -> None:
+def check_request(
+    request: EngineRequest, config: SchedulerConfig, num_blocks: int, groups: KvGroups | None = None
+) -> None:
     """Raises RequestRefused if the request is malformed or can never fit; `max_model_len` tokens fit the pool."""
     prompt, params = request.prompt_token_ids, request.params
     if not prompt:
@@ -63,7 +66,7 @@ def check_request(request: EngineRequest, config: SchedulerConfig, num_blocks: i
             value=longest,
             limit=config.max_model_len - 1,
         )
-    _check_adopted(request, config, branches)
+    _check_adopted(request, config, branches, groups)
 
 
 def _check_token_ids(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
@@ -94,12 +97,17 @@ def _check_choices(request: EngineRequest, config: SchedulerConfig) -> None:
             )
 
 
-def _check_adopted(request: EngineRequest, config: SchedulerConfig, branches: list[Branch]) -> None:
+def _check_adopted(
+    request: EngineRequest, config: SchedulerConfig, branches: list[Branch], groups: KvGroups | None
+) -> None:
     adopted = request.adopted
     if adopted is None:
         return
     shared = len(request.prompt_token_ids) + (len(branches[0][1]) if len(branches) == 1 else 0)
-    if not 0 <= adopted.num_tokens <= min(shared, len(adopted.block_ids) * config.block_size):
+    if groups is not None and not groups.is_plain:
+        _check_adopted_groups(adopted, groups)
+    num_blocks = adopted.first_block + len(adopted.block_ids)
+    if not 0 <= adopted.num_tokens <= min(shared, num_blocks * config.block_size):
         raise RequestRefused(
             "adopted",
             f"{len(adopted.block_ids)} blocks of {config.block_size} tokens cannot hold {adopted.num_tokens} "
@@ -107,6 +115,22 @@ def _check_adopted(request: EngineRequest, config: SchedulerConfig, branches: li
             value=adopted.num_tokens,
             limit=shared,
         )
+
+
+def _check_adopted_groups(adopted: AdoptedKv, groups: KvGroups) -> None:
+    held = (HeldBlocks(adopted.first_block, adopted.block_ids), *adopted.others)
+    if len(held) != len(groups):
+        raise RequestRefused("adopted", f"has {len(held)} KV groups, the model {len(groups)}", value=len(held))
+    end, wanted = groups.num_blocks_for(adopted.num_tokens), groups.first_blocks(adopted.num_tokens)
+    for group, (blocks, first) in enumerate(zip(held, wanted, strict=True)):
+        if blocks.first > first or blocks.end < end:
+            raise RequestRefused(
+                "adopted",
+                f"KV group {group} has blocks {blocks.first} … {blocks.end - 1} of {adopted.num_tokens} tokens; "
+                f"the next one needs {first} … {end - 1}",
+                value=blocks.first,
+                limit=first,
+            )
 
 
 def open_branches(request: EngineRequest) -> list[Branch]:

@@ -1,6 +1,6 @@
 """A schedule as tensors: the step's tokens of all sequences one after another, and where they lie in the cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +32,10 @@ def build_batch(schedule: Schedule, block_size: int) -> Batch:
     first_rows: list[int] = []
     query_lens: list[int] = []
     kv_lens: list[int] = []
-    tables: list[list[int]] = []
+    # A KV group has the table's first blocks no more where its window has left them.
+    num_groups = max((len(item.sequence.tables) for item in schedule.items), default=1)
+    tables: list[list[list[int]]] = [[] for _ in range(num_groups)]
+    firsts: list[list[int]] = [[] for _ in range(num_groups)]
     for item in schedule.items:
         start = item.sequence.num_computed_tokens
         end = start + item.num_new_tokens
@@ -42,13 +45,20 @@ def build_batch(schedule: Schedule, block_size: int) -> Batch:
         positions += range(start, end)
         query_lens.append(item.num_new_tokens)
         kv_lens.append(end)
-        tables.append(item.sequence.block_table[: -(-end // block_size)])
+        num_blocks, released = -(-end // block_size), item.sequence.num_released or (0,)
+        for group, table in enumerate(item.sequence.tables):
+            tables[group].append(table[:num_blocks])
+            firsts[group].append(released[group])
         if item.sample:
             logits_rows += range(len(input_ids) - 1 - len(item.draft_token_ids), len(input_ids))
+    first, *others = (
+        PagedBatch.build(query_lens, kv_lens, own, block_size, skipped)
+        for own, skipped in zip(tables, firsts, strict=True)
+    )
     return Batch(
         input_ids=torch.tensor(input_ids, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),
-        paged=PagedBatch.build(query_lens, kv_lens, tables, block_size),
+        paged=replace(first, others=tuple(others)) if others else first,
         logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
         first_rows=tuple(first_rows),
     )

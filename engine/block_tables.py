@@ -1,8 +1,17 @@
-"""Which blocks a sequence's tokens lie in: cached prefix, growth, copy-on-write, commit, fork. No policy."""
+"""Which blocks a sequence's tokens lie in: cached prefix, growth, copy-on-write, commit, fork. No policy.
+
+A sequence has a table for each KV group. Before it takes blocks for its next tokens, the groups that slide give back
+what lies outside the window of these and all later ones (`kvstore.kv_groups`).
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import zip_longest
 
 from engine.kv_cache import KvCache
 from engine.request import AdoptedKv
 from engine.sequence import Attempt, Sequence
+from kvstore.kv_groups import RELEASED, HeldBlocks
 
 
 class BlockTables:
@@ -10,6 +19,8 @@ class BlockTables:
 
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
+        self._groups = cache.groups
+        self._is_plain, self._slides = cache.groups.is_plain, cache.groups.slides  # asked at each token
         self._block_size = cache.block_size
         self._copy_sources: list[int] = []
 
@@ -31,7 +42,7 @@ class BlockTables:
         """
         self.extend_keys(sequence)
         most = self.most_cached(sequence)
-        sequence.block_table = self._cache.match(sequence.keys[:most], sequence.token_ids)
+        self._put(sequence, self._cache.match_groups(sequence.keys[:most], sequence.token_ids))
         sequence.num_committed_blocks = len(sequence.block_table)
         sequence.num_computed_tokens = len(sequence.block_table) * self._block_size
         sequence.num_cached_tokens = sequence.num_computed_tokens
@@ -39,10 +50,10 @@ class BlockTables:
 
     def give_up(self, sequence: Sequence, num_releases: int, promised: int) -> None:
         """Gives back what `match` has found and notes why; `num_releases` are those before the look-up."""
-        num_cached = len(sequence.block_table)
-        most = self.most_cached(sequence)
+        most, num_missing = self.most_cached(sequence), self.num_missing_on_the_way(sequence)
+        num_cached = len(sequence.block_table) if self._is_plain else self._cache.num_cached_keys(sequence.keys)
         next_key = sequence.keys[num_cached] if num_cached < most else None
-        sequence.attempt = Attempt(num_cached, next_key, num_releases + self.free(sequence), promised)
+        sequence.attempt = Attempt(num_missing, next_key, num_releases + self.free(sequence), promised)
 
     def is_hopeless(self, sequence: Sequence, promised: int) -> bool:
         """True if another look-up cannot get the sequence admitted: a long one costs milliseconds, each step.
@@ -55,41 +66,81 @@ class BlockTables:
             return False
         if self._cache.num_releases == last.num_releases and promised >= last.promised:
             return True
-        num_missing = self._cache.num_blocks_for(sequence.num_tokens) - last.num_cached
-        return num_missing + promised > self._cache.num_free
+        return last.num_missing + promised > self._cache.num_free
 
     def adopt(self, sequence: Sequence, adopted: AdoptedKv, most: int) -> None:
-        """Starts the table with blocks that a transfer has filled, to be used up to `most` tokens."""
-        sequence.block_table = list(adopted.block_ids)
+        """Starts the tables with blocks that a transfer has filled, to be used up to `most` tokens."""
+        self._put(sequence, (HeldBlocks(adopted.first_block, adopted.block_ids), *adopted.others))
         self.extend_keys(sequence)
         self.commit(sequence, min(adopted.num_tokens, most))
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks to allocate before the tokens up to `num_tokens` can be computed, a copy on write included."""
-        missing = self._cache.num_blocks_for(num_tokens) - len(sequence.block_table)
+        """Blocks to allocate before the tokens up to `num_tokens` can be computed, copies on write included."""
+        if self._is_plain:
+            missing = max(0, self._cache.num_blocks_for(num_tokens) - len(sequence.block_table))
+        else:
+            missing = sum(max(0, lacking) for lacking in self._lacking(sequence, num_tokens))
         if sequence.load is not None:
-            missing -= len(sequence.load.block_ids)
-        return max(0, missing) + self._is_shared_partial(sequence)
+            missing = max(0, missing - len(sequence.load.block_ids))
+        if self._is_plain:
+            return missing + self._is_shared_partial(sequence, sequence.block_table)
+        return missing + sum(self._is_shared_partial(sequence, table) for table in sequence.tables)
+
+    def num_missing_on_the_way(self, sequence: Sequence) -> int:
+        """The most blocks that it has still to take before all its tokens are computed, chunk by chunk.
+
+        A group that slides gives back blocks on the way, so it never lacks more than its window and a chunk take.
+        """
+        if self._is_plain:
+            return self.num_missing(sequence, sequence.num_tokens)
+        lengths = [len(table) for table, _ in zip_longest(sequence.tables, self._groups.groups, fillvalue=())]
+        total = sum(self._is_shared_partial(sequence, table) for table in sequence.tables)
+        for group, lacking in enumerate(self._lacking(sequence, sequence.num_tokens)):
+            most = self._groups.most_held(group)
+            if most is not None:
+                held = lengths[group] - self._groups.first_block(group, self._position(sequence))
+                lacking = min(lacking, most - held)
+            total += max(0, lacking)
+        return total
 
     def grow(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> bool:
-        """Room for the tokens up to `num_tokens`; False (and no change) when blocks run out.
+        """Room for the tokens up to `num_tokens`; False when blocks run out, then it has none more than before.
 
         The block of the next token is copied first if others read it too; `copies` gets (source, destination), and
         the source stays referenced: in the same plan its last owner may be preempted, and a transfer take the block.
         """
+        self._slide(sequence)
         missing = self.num_missing(sequence, num_tokens)
         if not missing:
             return True
-        fresh = self._cache.allocate(missing)
-        if fresh is None:
+        allocated = self._cache.allocate(missing)
+        if allocated is None:
             return False
-        if self._is_shared_partial(sequence):
-            at = sequence.num_computed_tokens // self._block_size
-            shared, own = sequence.block_table[at], fresh.pop(0)
-            copies.append((shared, own))
-            self._copy_sources.append(shared)  # with the sequence's reference
-            sequence.block_table[at] = own
-        sequence.block_table += fresh
+        fresh, at = iter(allocated), sequence.num_computed_tokens // self._block_size
+        if not self._is_plain:
+            self._put_empty(sequence)
+        for table, lacking in zip(sequence.tables, self._lacking(sequence, num_tokens), strict=True):
+            if self._is_shared_partial(sequence, table):
+                shared, own = table[at], next(fresh)
+                copies.append((shared, own))
+                self._copy_sources.append(shared)  # with the sequence's reference
+                table[at] = own
+            table += [next(fresh) for _ in range(lacking)]
+        return True
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Room for all tokens, but in groups that slide, which take theirs chunk by chunk. False: as `grow`."""
+        if self._is_plain:
+            return self.grow(sequence, sequence.num_tokens, [])
+        self._put_empty(sequence)
+        lacking = self._lacking(sequence, sequence.num_tokens)
+        full = [i for i, group in enumerate(self._groups.groups) if group.window is None and lacking[i] > 0]
+        allocated = self._cache.allocate(sum(lacking[i] for i in full))
+        if allocated is None:
+            return False
+        fresh, tables = iter(allocated), sequence.tables
+        for i in full:
+            tables[i].extend(next(fresh) for _ in range(lacking[i]))
         return True
 
     def commit(self, sequence: Sequence, num_computed_tokens: int) -> None:
@@ -98,27 +149,29 @@ class BlockTables:
         num_full = num_computed_tokens // self._block_size
         if num_full > len(sequence.keys):
             self.extend_keys(sequence)
-        for i in range(sequence.num_committed_blocks, num_full):
-            tokens = sequence.token_ids[i * self._block_size : (i + 1) * self._block_size]
-            parent = sequence.keys[i - 1] if i else None
-            sequence.block_table[i] = self._cache.commit(
-                sequence.block_table[i],
-                sequence.keys[i],
-                tokens,
-                parent,
-                sequence.request.cache_salt,
-                "" if sequence.request.adapter is None else sequence.request.adapter.name,
-            )
-        sequence.num_committed_blocks = max(sequence.num_committed_blocks, num_full)
+        if num_full <= sequence.num_committed_blocks:
+            return
+        adapter = "" if sequence.request.adapter is None else sequence.request.adapter.name
+        for group, table in enumerate(sequence.tables):
+            released = sequence.num_released[group] if sequence.num_released else 0
+            for i in range(max(sequence.num_committed_blocks, released), num_full):
+                tokens = sequence.token_ids[i * self._block_size : (i + 1) * self._block_size]
+                parent = sequence.keys[i - 1] if i else None
+                table[i] = self._cache.commit(
+                    table[i], sequence.keys[i], tokens, parent, sequence.request.cache_salt, adapter, group=group
+                )
+        sequence.num_committed_blocks = num_full
 
     def fork(self, trunk: Sequence, child: Sequence) -> None:
         """Lets `child`, whose tokens go on from the trunk's, share everything that `trunk` has computed."""
         child.num_computed_tokens = trunk.num_computed_tokens
         child.num_committed_blocks = trunk.num_committed_blocks
-        child.block_table = trunk.block_table[: self._cache.num_blocks_for(child.num_computed_tokens)]
+        num_blocks = self._cache.num_blocks_for(child.num_computed_tokens)
+        child.block_table, *child.other_tables = (table[:num_blocks] for table in trunk.tables)
+        child.num_released = list(trunk.num_released)
         child.keys = list(trunk.keys)
         child.num_cached_tokens = trunk.num_cached_tokens
-        self._cache.acquire(child.block_table)
+        self._cache.acquire(self._held(child))
 
     def free(self, sequence: Sequence) -> int:
         """Gives all blocks back; the tokens have to be computed again or found in the cache. Returns how many got free.
@@ -129,8 +182,8 @@ class BlockTables:
         if sequence.load is not None:
             sequence.load.abandon()
             sequence.load = None
-        num_freed = self._cache.release(sequence.block_table)
-        sequence.block_table = []
+        num_freed = self._cache.release(self._held(sequence))
+        sequence.block_table, sequence.other_tables, sequence.num_released = [], [], []
         sequence.num_computed_tokens = 0
         sequence.num_committed_blocks = 0
         sequence.attempt = None
@@ -142,13 +195,77 @@ class BlockTables:
         for source in sources:
             self._cache.release([source])
 
+    def wanted_from(self, sequence: Sequence) -> tuple[int, ...]:
+        """By group the first block that whoever takes the computed sequence over needs; empty: all from the first."""
+        if not self._slides:
+            return ()
+        return self._groups.first_blocks(self._groups.restart(sequence.num_tokens))
+
     def most_cached(self, sequence: Sequence) -> int:
         """Blocks that may come from the cache or a tier."""
         return 0 if sequence.wants_prompt_logprobs else (sequence.num_tokens - 1) // self._block_size
 
-    def _is_shared_partial(self, sequence: Sequence) -> bool:
+    def _put(self, sequence: Sequence, held: Iterable[HeldBlocks]) -> None:
+        """Starts its tables with these blocks, group by group."""
+        groups = list(held)
+        tables = [[RELEASED] * blocks.first + list(blocks.block_ids) for blocks in groups]
+        sequence.block_table, *sequence.other_tables = tables
+        sequence.num_released = [] if self._is_plain else [blocks.first for blocks in groups]
+
+    def _put_empty(self, sequence: Sequence) -> None:
+        """Gives it a table for each group if it has none."""
+        if not sequence.num_released:
+            self._put(sequence, [HeldBlocks() for _ in self._groups.groups])
+
+    def _held(self, sequence: Sequence) -> Seq[int]:
+        """All its blocks in the order that `release` wants: what is worth least comes last.
+
+        The tails of the groups that keep everything, group 0's before the others': the index never says more than is
+        there. Then those of the groups that slide, which are worth nothing without them.
+        """
+        if self._is_plain:
+            return sequence.block_table
+        kept: list[Seq[int]] = []
+        sliding: list[Seq[int]] = []
+        for group, table, first in zip(self._groups.groups, sequence.tables, sequence.num_released, strict=False):
+            (kept if group.window is None else sliding).append(table[first:])
+        return [*_interleaved(sliding), *_interleaved(kept)]
+
+    def _lacking(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """For each group the blocks that its table lacks for the tokens up to `num_tokens`; may be negative."""
+        num_blocks = self._cache.num_blocks_for(num_tokens)
+        tables = zip_longest(sequence.tables, self._groups.groups, fillvalue=())
+        return [num_blocks - len(table) for table, _ in tables]
+
+    def _position(self, sequence: Sequence) -> int:
+        """What lies outside this position's window is not needed any more.
+
+        Of a sequence that is handed on, whoever takes it over may begin a little before its end.
+        """
+        position = sequence.num_computed_tokens
+        return min(position, self._groups.restart(sequence.num_tokens)) if sequence.prefill_only else position
+
+    def _slide(self, sequence: Sequence) -> None:
+        """Groups with a window give back what no later token sees; it stays cached until somebody needs the block."""
+        if not self._slides or not sequence.num_released:
+            return
+        position = self._position(sequence)
+        for group, table in enumerate(sequence.tables):
+            first, end = sequence.num_released[group], self._groups.first_block(group, position)
+            if end > first:
+                self._cache.release(table[first:end])
+                table[first:end] = [RELEASED] * (end - first)
+                sequence.num_released[group] = end
+
+    def _is_shared_partial(self, sequence: Sequence, table: Seq[int]) -> bool:
         at = sequence.num_computed_tokens // self._block_size
-        if at >= len(sequence.block_table):
+        if at >= len(table):
             return False
-        block_id = sequence.block_table[at]
-        return self._cache.ref_count(block_id) - self._copy_sources.count(block_id) > 1
+        return self._cache.ref_count(table[at]) - self._copy_sources.count(table[at]) > 1
+
+
+def _interleaved(tables: Seq[Seq[int]]) -> Iterable[int]:
+    """Block by block, the first table's behind the others'; they end alike, but may begin at different numbers."""
+    longest = max(map(len, tables), default=0)
+    for i in range(-longest, 0):
+        yield from (table[i] for table in reversed(tables) if -i <= len(table))

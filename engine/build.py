@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from engine.admission import SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
 from engine.lora.store import AdapterStore
-from engine.memory import KvLayout, KvMemory
+from engine.memory import KV_FORMATS, KvLayout, KvMemory
 from engine.parallel.ranks import Ranks
 from engine.parallel.start import share_of_threads, start_ranks
 from engine.sample import SampledToken
@@ -25,6 +26,7 @@ from engine.tiers.kv_tiers import KvTiers
 from engine.transformers_config import ServedConfig
 from kvstore.block_pool import BlockPool
 from kvstore.hashing import root_key
+from kvstore.kv_groups import KvGroups, plan_groups
 from pagewire.config import EngineOptions
 from pagewire.speculative import SpeculativeConfig
 
@@ -79,9 +81,13 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     kernels = load_kernel_set(options.kernels, threads, quantization, options.device)
     served = load_served_model(options, kernels, progress)
     config, slots = served.config, served.slots
-    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype)
+    kv_format = KV_FORMATS[options.kv_cache_dtype]
     speculative = None if options.speculative_config is None else SpeculativeConfig.parse(options.speculative_config)
     has_draft = speculative is not None and speculative.method == "draft_model"
+    groups = _plan_groups(options, config, has_draft=has_draft)
+    layout = KvLayout(
+        groups.layers_per_block, config.num_kv_heads, config.head_dim, options.block_size, config.dtype, kv_format
+    )
     draft = load_draft(speculative, options, served, threads) if speculative is not None and has_draft else None
     size = size_pool(
         block_bytes=layout.block_bytes,
@@ -93,20 +99,27 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kv_cache_memory_share=options.kv_cache_memory_share,
         available_bytes=max(0, _free_bytes(kernels.device) - (0 if slots is None else slots.num_layer_bytes)),
+        groups=groups,
     )
     root = root_key(
         weights_digest=served.digest,
         kv_config=config.kv_config(),
         compute_dtype=config.dtype_name,
-        kv_dtype=config.dtype_name,
+        kv_dtype=kv_format or config.dtype_name,
         quantization=quantization_name(options, config),
         block_size=options.block_size,
-        group_layout=f"0:full:{config.num_layers}",
+        group_layout=groups.layout,
     )
     backing = options.kv_pool_backing if ranks is None else "memfd"  # which the other ranks map
-    memory = KvMemory(layout, size.num_blocks, backing, kernels.device)
-    pool = BlockPool(size.num_blocks, enable_caching=options.enable_prefix_caching, generations=memory.generations)
-    kv_cache = KvCache(pool, root, options.block_size)
+    memory = KvMemory(layout, size.num_blocks, backing, kernels.device, groups)
+    pool = BlockPool(
+        size.num_blocks,
+        enable_caching=options.enable_prefix_caching,
+        generations=memory.generations,
+        num_groups=len(groups),
+        closes_chains=groups.groups[0].window is not None,
+    )
+    kv_cache = KvCache(pool, root, options.block_size, groups)
     speculator, drafter = None, None
     if speculative is not None and draft is not None:
         drafter = draft.start(size.num_blocks, pool.generations, speculative, config)
@@ -126,6 +139,34 @@ def quantization_name(options: EngineOptions, config: ServedConfig) -> str:
     """What the key's root says of the weights. Ranks make int8 scales of what each has of a row, so they differ."""
     name = config.quantization_label or options.quantization
     return name if name == "none" or options.tensor_parallel_size == 1 else f"{name}/tp{options.tensor_parallel_size}"
+
+
+def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: bool) -> KvGroups:
+    """The KV groups of the model's layers; one, with a log line, where something cannot do with several."""
+    reason = next(
+        (
+            name
+            for name, is_there in {
+                "disable_hybrid_kv_cache_manager": options.disable_hybrid_kv_cache_manager,
+                "the draft model's KV has their blocks too": has_draft and None not in config.layer_windows,
+                "kv_offloading_size": options.kv_offloading_size is not None,
+                "kv_disk_path": options.kv_disk_path is not None,
+                "kv_store_url": options.kv_store_url is not None,
+            }.items()
+            if is_there
+        ),
+        None,
+    )
+    plan = partial(
+        plan_groups,
+        config.layer_windows,
+        block_size=options.block_size,
+        max_chunk=options.max_num_batched_tokens,
+    )
+    groups = plan(one=reason is not None)
+    if reason is not None and any(config.layer_windows):
+        logger.warning("layers with a window keep the KV of the whole sequence: %s", reason)
+    return groups
 
 
 def _make_sampler(kernels: str, vocab_size: int) -> RowSampler:

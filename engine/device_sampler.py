@@ -32,15 +32,15 @@ class DeviceSampler:
         """One token per row from logits [R, V] on the device; several rows may share a `logits_row`."""
         good = [row for row in rows if row.error is None]
         drawn = iter(self._draw(logits, good))
-        wanted = [row for row in good if row.params.logprobs is not None]
+        wanted = [row for row in good if _wants_logprobs(row)]
         token_ids = [-1 if row.error is not None else next(drawn) for row in rows]
         chosen = [(row, token_id) for row, token_id in zip(rows, token_ids, strict=True) if token_id >= 0]
-        chosen = [(row, token_id) for row, token_id in chosen if row.params.logprobs is not None]
+        chosen = [(row, token_id) for row, token_id in chosen if _wants_logprobs(row)]
         num_top = max((row.params.logprobs or 0 for row in wanted), default=0)
         logprobs = iter(self._logprobs(logits, [row.logits_row for row, _ in chosen], [t for _, t in chosen], num_top))
         tokens = []
         for row, token_id in zip(rows, token_ids, strict=True):
-            if token_id < 0:
+            if token_id < 0 or row.params.drawable_logprobs:
                 alone = logits[row.logits_row : row.logits_row + 1]
                 tokens += self._host.sample(alone, [replace(row, logits_row=0)])
             elif row.params.logprobs is None:
@@ -91,6 +91,11 @@ class DeviceSampler:
             TokenLogprobs(logprob=logprob, rank=rank, top=tuple(zip(ids, values, strict=True)))
             for logprob, rank, ids, values in zip(*lists, strict=True)
         ]
+
+
+def _wants_logprobs(row: SampleRow) -> bool:
+    """Those of the tokens that may be drawn are left to the CPU's sampler."""
+    return row.params.logprobs is not None and not row.params.drawable_logprobs
 
 
 def pack_filters(rows: Sequence[SampleRow], device: torch.device) -> Filters | None:

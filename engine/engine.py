@@ -102,7 +102,7 @@ class Engine:
 
     def check(self, request: EngineRequest) -> None:
         """Raises RequestRefused if the request can never run here. May be called from any thread."""
-        check_request(request, self.scheduler.config, self.kv_cache.num_blocks)
+        check_request(request, self.scheduler.config, self.kv_cache.num_blocks, self.kv_cache.groups)
 
     def add(self, request: EngineRequest) -> None:
         """Queues a request. Raises RequestRefused; `adopted` blocks are the engine's in either case.
@@ -219,7 +219,7 @@ class Engine:
     def release_adopted(self, request: EngineRequest) -> None:
         """Gives back the transferred blocks of a request that was not taken."""
         if request.adopted is not None:
-            self.kv_cache.release(request.adopted.block_ids)
+            self.kv_cache.release(request.adopted.all_block_ids)
 
     def close(self) -> None:
         """Gives up what still runs, ends what the tiers do and unmaps the KV memory."""

@@ -313,7 +313,7 @@ def describe(
             block_bytes=(int(engine.memory.buffer.shape[1]),),
         ),
         max_model_len=limits.max_model_len,
-        num_blocks=engine.kv_cache.num_blocks,
+        num_blocks=engine.kv_cache.capacity,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         vocab_size=engine.config.vocab_size,

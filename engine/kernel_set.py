@@ -14,6 +14,7 @@ from engine.plain_kernels import KernelSet, PlainKernels
 from kernels import cpu, reference
 from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
+from kernels.kv_cells import Cells, KvFormat
 from kernels.lora import Lora
 from kernels.paged import PagedBatch
 from kernels.tiled import TiledKernels
@@ -54,8 +55,8 @@ class ModelKernels(Protocol):
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cells,
+        v_cache: Cells,
         batch: PagedBatch,
         *,
         q_norm: Tensor | None = None,
@@ -69,7 +70,7 @@ class ModelKernels(Protocol):
     ) -> Tensor: ...
     def plan_attention(self, batch: PagedBatch, *, group_size: int, window: int | None) -> Any: ...
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, *, scale: float, cap: float | None = None
+        self, q: Tensor, k_cache: Cells, v_cache: Cells, plan: Any, *, scale: float, cap: float | None = None
     ) -> Tensor: ...
 
 
@@ -140,3 +141,11 @@ def numerics_class(
     quantized = f"+{quantization}" if quantization else ""
     name = f"{implementation}+{kernels.NAME}" if implementation else kernels.NAME
     return f"{str(dtype).removeprefix('torch.')}{quantized}/{name}/{kernels.isa}/tp{num_ranks}"
+
+
+def with_kv_format(numerics: str, kv_format: KvFormat | None) -> str:
+    """The class of a model whose KV cache has that format."""
+    if kv_format is None:
+        return numerics
+    numbers, rest = numerics.split("/", 1)
+    return f"{numbers}+kv_{kv_format}/{rest}"

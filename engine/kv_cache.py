@@ -5,12 +5,14 @@ One lock, held for microseconds, around a `BlockPool`; plus the key chain's root
 
 import secrets
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.block_pool import BlockPool
 from kvstore.events import CacheEvent
 from kvstore.hashing import block_keys
+from kvstore.kv_groups import HeldBlocks, KvGroups
 from pagewire.kv_journal import Batch, Block, KvJournal
 
 _PIECE = 256
@@ -42,9 +44,13 @@ class CachedBlock:
 class KvCache:
     """Thread-safe; see `BlockPool` for what each operation promises and asks of its callers."""
 
-    def __init__(self, pool: BlockPool, root: bytes, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, root: bytes, block_size: int, groups: KvGroups | None = None) -> None:
+        """`groups` of the model's layers; None: one that keeps everything."""
         self.root = root
         self.block_size = block_size
+        self.groups = KvGroups(block_size=block_size) if groups is None else groups
+        self.capacity = self.groups.capacity(pool.num_blocks)
+        """The pool's size in blocks of a prompt; the number of its blocks if there is one KV group."""
         self._pool = pool
         self._lock = threading.Lock()
         self._journal = KvJournal(first_seq=1 + secrets.randbits(48))
@@ -55,6 +61,11 @@ class KvCache:
     @property
     def num_blocks(self) -> int:
         return self._pool.num_blocks
+
+    @property
+    def free_capacity(self) -> int:
+        """What is free, in the units of `capacity`."""
+        return self.num_free if self.groups.is_plain else self.num_free * self.capacity // self.num_blocks
 
     @property
     def enable_caching(self) -> bool:
@@ -119,6 +130,77 @@ class KvCache:
                 break
         return block_ids
 
+    def match_run(
+        self, group: int, keys: Sequence[bytes], token_ids: Sequence[int], first: int, end: int | None = None
+    ) -> list[int]:
+        """Blocks of the longest cached run of a chain in one group, from number `first` on, references taken.
+
+        `keys` and `token_ids` are those of the whole chain; no further than block `end`.
+        """
+        end = len(keys) if end is None else min(end, len(keys))
+        block_ids: list[int] = []
+        for start in range(first, end, _PIECE):
+            piece = keys[start : min(start + _PIECE, end)]
+            tokens = tuple(token_ids[start * self.block_size : (start + len(piece)) * self.block_size])
+            with self._lock:
+                found = self._pool.match(piece, tokens, self.block_size, group)
+            block_ids += found
+            if len(found) < len(piece):
+                break
+        return block_ids
+
+    def match_groups(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[HeldBlocks]:
+        """The longest cached prefix that a sequence can go on from: what it holds then, by group. References are taken.
+
+        A group that sees everything has to have all of it, one that slides the blocks that the next token sees.
+        """
+        if self.groups.is_plain:
+            return [HeldBlocks(0, tuple(self.match(keys, token_ids)))]
+        depth = self.hit_depth(keys)
+        while depth:
+            held = [
+                HeldBlocks(first, tuple(self.match_run(group, keys, token_ids, first, depth)))
+                for group, first in enumerate(self.groups.first_blocks(depth * self.block_size))
+            ]
+            if all(blocks.end == depth for blocks in held):
+                self._touch(keys[: held[0].first])
+                return held
+            # Another thread has taken one of them since, or the tokens are others.
+            for blocks in held:
+                self.release(blocks.block_ids)
+            depth = self._servable(keys, min(blocks.end for blocks in held))
+        return [HeldBlocks() for _ in self.groups.groups]
+
+    def hit_depth(self, keys: Sequence[bytes]) -> int:
+        """Blocks of the longest cached prefix that a sequence can go on from now. Nothing is held for it."""
+        return self._servable(keys, self.num_cached_keys(keys))
+
+    def num_cached_keys(self, keys: Sequence[bytes]) -> int:
+        """Blocks of a chain that group 0 has, which is prefix-closed; what the index says."""
+        return bisect_left(range(len(keys)), True, key=lambda i: not self.is_cached(keys[i]))
+
+    def _servable(self, keys: Sequence[bytes], depth: int) -> int:
+        """The deepest hit, up to `depth`, whose end every sliding group has."""
+        sliding = [i for i, group in enumerate(self.groups.groups) if group.window is not None]
+        is_settled = not sliding
+        while depth and not is_settled:
+            is_settled = True
+            for group in sliding:
+                first = self.groups.first_block(group, depth * self.block_size)
+                with self._lock:
+                    lacking = next(
+                        (i for i in range(depth - 1, first - 1, -1) if not self._pool.is_cached(keys[i], group)), None
+                    )
+                if lacking is not None:  # every hit that ends behind it, up to here, would need it
+                    depth, is_settled = lacking, False
+        return depth
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """The beginning of a chain whose end is in use: evicted before it, it would take the chain along."""
+        for end in range(len(keys), 0, -_PIECE):
+            with self._lock:
+                self._pool.touch(keys[max(0, end - _PIECE) : end])
+
     def is_cached(self, key: bytes) -> bool:
         with self._lock:
             return self._pool.is_cached(key)
@@ -154,6 +236,7 @@ class KvCache:
         cache_salt: str = "",
         adapter: str = "",
         *,
+        group: int = 0,
         is_received: bool = False,
     ) -> int:
         """Makes a full block findable; returns the block to use from now on, which may be another one.
@@ -164,10 +247,11 @@ class KvCache:
         token_ids = tuple(token_ids)
         with self._lock:
             was_cached = self._pool.is_cached(key)
-            block_id = self._pool.commit(block_id, key, token_ids)
-            if self._pool.enable_caching:
+            block_id = self._pool.commit(block_id, key, token_ids, group, parent)
+            is_new = group == 0 and not was_cached and self._pool.is_cached(key)
+            if is_new:
                 self._journal.note(Block(key, parent, token_ids, cache_salt, adapter))
-        if not was_cached and self._pool.enable_caching:
+        if is_new:
             for follower in self._followers:
                 follower(key, is_received)
         return block_id

@@ -21,12 +21,12 @@ from kernels.paged import PagedBatch
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What all layers of one step share: the batch, the rotary tables and the attention plans of its layer kinds."""
+    """What all layers of one step share: the batch, the rotary tables, the attention plans by (KV group, window)."""
 
     batch: PagedBatch
     memory: KvLayers
     tables: Mapping[RopeConfig, tuple[Tensor, Tensor]]
-    plans: Mapping[int | None, Any]
+    plans: Mapping[tuple[int, int | None], Any]
     adapters: LoraStep | None = None
     group: RankGroup | None = None
     """The ranks that share the model out; None: there is one."""
@@ -52,8 +52,8 @@ class StepContext:
             still = config.head_dim // 2 - cos.shape[1]  # pairs that don't turn
             tables[rope] = (F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))) if still else (cos, sin)
         plans = {
-            window: kernels.plan_attention(batch, group_size=config.group_size, window=window)
-            for window in dict.fromkeys(config.layer_windows)
+            (group, window): kernels.plan_attention(batch.of_group(group), group_size=config.group_size, window=window)
+            for group, window in dict.fromkeys(zip(memory.layer_groups, config.layer_windows, strict=True))
         }
         return StepContext(batch, memory, tables, plans, adapters, group)
 
@@ -153,6 +153,7 @@ class Attention:
         config = self._config
         cos, sin = step.tables[self._rope]
         k_cache, v_cache = step.memory.layer(self._layer)
+        group = step.memory.layer_groups[self._layer]
         qkv = self._kernels.linear(x, self.qkv, lora=step.lora(self._qkv_names))
         q = self._kernels.rope_and_store(
             qkv if self._order is None else qkv.index_select(1, self._order),
@@ -160,13 +161,13 @@ class Attention:
             sin,
             k_cache,
             v_cache,
-            step.batch,
+            step.batch.of_group(group),
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=config.norm_eps,
             unit_offset=config.norm_unit_offset,
         )
-        plan = step.plans[self._window]
+        plan = step.plans[group, self._window]
         out = self._kernels.paged_attention(
             q, k_cache, v_cache, plan, scale=config.attention_scale, cap=config.attention_cap
         )

@@ -68,6 +68,7 @@ def _check_triton(options: EngineOptions, config: ModelConfig | TransformersConf
     speculative = None if options.speculative_config is None else SpeculativeConfig.parse(options.speculative_config)
     refused = {
         "enable_lora": options.enable_lora,
+        f"kv_cache_dtype = {options.kv_cache_dtype}": options.kv_cache_dtype != "auto",
         "model_impl = transformers": isinstance(config, TransformersConfig),
         "speculative_config.model": speculative is not None and speculative.model is not None,
     }

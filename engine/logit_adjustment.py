@@ -19,10 +19,7 @@ def adjust(raw: Row, row: SampleRow) -> Row:
     params = row.params
     if not (row.suppressed_token_ids or params.logit_bias or row.allowed is not None or _has_penalties(row)):
         return raw
-    logits = raw.copy() if row.allowed is None else np.where(row.allowed, raw, np.float32(-np.inf))
-    if row.suppressed_token_ids:
-        suppressed = np.asarray(row.suppressed_token_ids, dtype=np.int64)
-        logits[suppressed[suppressed < len(logits)]] = -np.inf  # a model's config may name ids it does not have
+    logits = drawable(raw, row)
     if params.logit_bias:
         ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64, count=len(params.logit_bias))
         logits[ids] += np.fromiter(params.logit_bias.values(), dtype=np.float32, count=len(params.logit_bias))
@@ -32,6 +29,15 @@ def adjust(raw: Row, row: SampleRow) -> Row:
         seen, counts = np.unique(np.asarray(row.output_token_ids, dtype=np.int64), return_counts=True)
         logits[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
         logits[seen] -= np.float32(params.presence_penalty)
+    return logits
+
+
+def drawable(raw: Row, row: SampleRow) -> Row:
+    """A copy of the logits [V] in which a token that may not be drawn has -inf."""
+    logits: Row = raw.copy() if row.allowed is None else np.where(row.allowed, raw, np.float32(-np.inf))
+    if row.suppressed_token_ids:
+        suppressed = np.asarray(row.suppressed_token_ids, dtype=np.int64)
+        logits[suppressed[suppressed < len(logits)]] = -np.inf  # a model's config may name ids it does not have
     return logits
 
 

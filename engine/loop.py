@@ -192,7 +192,7 @@ class EngineLoop:
         seconds = time.perf_counter() - started_at
         if self._engine.tiers is not None:
             self._engine.tiers.observe_prefill(output.num_prefill_tokens, seconds)
-        self._deliver(replace(output, seconds=seconds))
+        self._deliver(replace(output, seconds=seconds, ended_at=time.time()))
 
     def _deliver(self, output: StepOutput) -> None:
         try:
@@ -202,7 +202,7 @@ class EngineLoop:
             fields = {"error_id": error_id}
             logger.exception("a step's output could not be delivered; its requests are given up", extra=fields)
             for held in output.held:
-                self._engine.kv_cache.release(held.block_ids)
+                self._engine.kv_cache.release(held.all_block_ids)
             reason = f"its output was lost: {type(error).__name__}: {error}"
             self._deliver_to(_named(self._engine.fail(output.request_ids(), reason), error_id))
 

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -11,41 +12,63 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.kv_cells import Cells, KvFormat, QuantizedCells, cell_bytes
+from kvstore.kv_groups import KvGroups
+
 Backing = Literal["private", "memfd"]
 
 _CPU = torch.device("cpu")
 
+KV_FORMATS: Mapping[str, KvFormat | None] = {"auto": None, "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "int8": "int8"}
+"""By the option kv_cache_dtype; None is the compute dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The order of one block's cells: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]."""
+    """The order of one block's cells: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim].
+
+    With a `kv_format` values are of that format instead of `dtype`, and a cell is bytes: [cell_bytes], see
+    `kernels/kv_cells.py`. Of a model with several KV groups a block has the layers of one group: `num_layers` are
+    those of a group.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    kv_format: KvFormat | None = None
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+    def stored_dtype(self) -> torch.dtype:
+        """Of the pool's elements."""
+        return self.dtype if self.kv_format is None else torch.uint8
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        cell: tuple[int, ...] = (self.block_size, self.head_dim)
+        if self.kv_format is not None:
+            cell = (cell_bytes(self.block_size, self.head_dim),)
+        return (self.num_layers, 2, self.num_kv_heads, *cell)
 
     @property
     def block_bytes(self) -> int:
-        return int(np.prod(self.block_shape)) * self.dtype.itemsize
+        return int(np.prod(self.block_shape)) * self.stored_dtype.itemsize
 
     @property
     def layout_id(self) -> str:
         """Names the order of bytes in a block. `canonical`: cells as above, row-major inside."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = self.kv_format or str(self.dtype).removeprefix("torch.")
         shape = f"l{self.num_layers}.h{self.num_kv_heads}.b{self.block_size}.d{self.head_dim}"
         return f"canonical/{shape}/{dtype}"
 
 
 class KvLayers(Protocol):
-    """The cache as a model's layers see it."""
+    """The cache as a model's layers see it; `layer_groups` has the KV group of each."""
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+    @property
+    def layer_groups(self) -> tuple[int, ...]: ...
+    def layer(self, index: int) -> tuple[Cells, Cells]:
         """The layer's K and V, views [num_blocks, num_kv_heads, block_size, head_dim] (64-bit strides)."""
         ...
 
@@ -56,6 +79,8 @@ class KvMemory:
     buffer         uint8 [num_blocks, block_bytes], at `address`; with "memfd" also reachable through `fd`
     generations    uint64 [num_blocks], raised by the block pool whenever it hands the block out
 
+    `layer_groups` has the KV group of each of the model's layers.
+
     On another device than the CPU only `blocks` are there: `buffer`, which planes and tiers read, is empty.
 
     "private" is anonymous memory in huge pages where the system gives them; "memfd" is shared memory, which often can't
@@ -63,8 +88,14 @@ class KvMemory:
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, backing: Backing = "private", device: torch.device = _CPU
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        backing: Backing = "private",
+        device: torch.device = _CPU,
+        groups: KvGroups | None = None,
     ) -> None:
+        """`groups`: those of the model's layers; None: one with the layout's layers."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.backing = backing
@@ -74,16 +105,14 @@ class KvMemory:
         self.buffer: NDArray[np.uint8] = self._pool.array.reshape(num_host_blocks, layout.block_bytes)
         self.generations: NDArray[np.uint64] = self._stamps.array.view(np.uint64)
         if device.type == "cpu":
-            flat = torch.from_numpy(self.buffer).view(layout.dtype)
+            flat = torch.from_numpy(self.buffer).view(layout.stored_dtype)
         else:
-            flat = torch.zeros(
-                num_blocks, layout.block_bytes // layout.dtype.itemsize, dtype=layout.dtype, device=device
-            )
+            size = layout.block_bytes // layout.stored_dtype.itemsize
+            flat = torch.zeros(num_blocks, size, dtype=layout.stored_dtype, device=device)
         self.blocks: Tensor = flat.view(num_blocks, *layout.block_shape)
+        self.groups = groups
         # Made once: a pair of views costs 10 us, in each layer of each step.
-        self._layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
-            (self.blocks[:, layer, 0], self.blocks[:, layer, 1]) for layer in range(layout.num_layers)
-        )
+        self._layers, self.layer_groups = layer_views(self.blocks, layout, groups)
 
     @property
     def address(self) -> int:
@@ -101,7 +130,7 @@ class KvMemory:
     def generations_fd(self) -> int | None:
         return self._stamps.fd
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int) -> tuple[Cells, Cells]:
         """The layer's K and V, views [num_blocks, num_kv_heads, block_size, head_dim] (64-bit strides)."""
         return self._layers[index]
 
@@ -117,6 +146,26 @@ class KvMemory:
         self._layers = ()
         self._pool.close()
         self._stamps.close()
+
+
+def layer_views(
+    blocks: Tensor, layout: KvLayout, groups: KvGroups | None
+) -> tuple[tuple[tuple[Cells, Cells], ...], tuple[int, ...]]:
+    """K and V of each layer of the model in `blocks` [num_blocks, *block_shape], or in some heads of it; its group."""
+
+    def cells(layer: int, which: int) -> Cells:
+        own = blocks[:, layer, which]
+        if layout.kv_format is None:
+            return own
+        return QuantizedCells.view(layout.kv_format, own, layout.block_size, layout.head_dim, keys=which == 0)
+
+    views = [(cells(layer, 0), cells(layer, 1)) for layer in range(layout.num_layers)]
+    own = () if groups is None else groups.groups
+    num_layers = sum(len(group.layers) for group in own) or layout.num_layers
+    places = [
+        groups.place(layer) if groups is not None and own[0].layers else (0, layer) for layer in range(num_layers)
+    ]
+    return tuple(views[number] for _, number in places), tuple(group for group, _ in places)
 
 
 class _Region:

@@ -12,6 +12,7 @@ from engine.model_config import Activation
 from kernels import int8
 from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
+from kernels.kv_cells import Cells
 from kernels.lora import Lora, add_to_embedding
 from kernels.paged import AttentionPlan, PagedBatch, plan_attention
 
@@ -34,13 +35,13 @@ class KernelSet(Protocol):
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
     def soft_cap(self, x: Tensor, cap: float) -> Tensor: ...
     def embedding(self, ids: Tensor, weight: Tensor, scale: float | None = None) -> Tensor: ...
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None: ...
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Cells, v_cache: Cells, batch: PagedBatch) -> None: ...
     def copy_blocks(self, blocks: Tensor, copies: Sequence[tuple[int, int]]) -> None: ...
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cells,
+        v_cache: Cells,
         plan: AttentionPlan,
         *,
         scale: float,
@@ -148,8 +149,8 @@ class PlainKernels:
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cells,
+        v_cache: Cells,
         batch: PagedBatch,
         *,
         q_norm: Tensor | None = None,

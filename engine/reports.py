@@ -7,6 +7,7 @@ from engine.finish import finish_reason
 from engine.request import FinishReason, HeldKv, PrefillProgress, StepOutput, TokenOutput
 from engine.sample import SampledToken
 from engine.sequence import Sequence
+from kvstore.kv_groups import HeldBlocks
 
 
 def report_tokens(
@@ -27,13 +28,22 @@ def report_tokens(
     return going_on
 
 
-def report_prefill(sequence: Sequence, output: StepOutput) -> bool:
+def report_prefill(sequence: Sequence, output: StepOutput, wanted_from: tuple[int, ...] = ()) -> bool:
     """Reports a `prefill_only` sequence's progress and, True, its end: the references on its blocks go to HeldKv."""
-    request_id, num_computed = sequence.request_id, sequence.num_computed_tokens
-    block_ids, keys = tuple(sequence.block_table), tuple(sequence.keys)
-    output.progress.append(PrefillProgress(request_id, num_computed, sequence.num_cached_tokens, block_ids, keys))
+    request_id, num_computed, num_cached = sequence.request_id, sequence.num_computed_tokens, sequence.num_cached_tokens
+    (first, block_ids), *others = held_by_group(sequence)
+    keys, more = tuple(sequence.keys), tuple(HeldBlocks(*each) for each in others)
+    output.progress.append(
+        PrefillProgress(request_id, num_computed, num_cached, block_ids, keys, first, more, wanted_from)
+    )
     if sequence.num_remaining_tokens:
         return False
-    output.held.append(HeldKv(request_id, block_ids, keys, num_computed, sequence.num_cached_tokens))
-    sequence.block_table = []
+    output.held.append(HeldKv(request_id, block_ids, keys, num_computed, num_cached, first, more, wanted_from))
+    sequence.block_table, sequence.other_tables, sequence.num_released = [], [], []
     return True
+
+
+def held_by_group(sequence: Sequence) -> list[tuple[int, tuple[int, ...]]]:
+    """(number of the first block, block ids) that a sequence has in each KV group."""
+    released = sequence.num_released or [0] * len(sequence.tables)
+    return [(first, tuple(table[first:])) for first, table in zip(released, sequence.tables, strict=True)]

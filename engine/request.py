@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvstore.hashing import adapter_key
+from kvstore.kv_groups import HeldBlocks
 from pagewire.grammar import Grammar
 from pagewire.sampling import SamplingParams
 
@@ -29,11 +30,19 @@ class ChoiceState:
 class AdoptedKv:
     """KV that a transfer put into this engine's pool. The references on `block_ids` pass to the engine.
 
-    `block_ids` are in sequence order and cover `num_tokens` tokens; the last block may be partial.
+    `block_ids` are in sequence order and cover `num_tokens` tokens; the last block may be partial. They are those of KV
+    group 0 from block number `first_block` on, `others` are the other groups': each has what the next token sees.
     """
 
     block_ids: tuple[int, ...]
     num_tokens: int
+    first_block: int = 0
+    others: tuple[HeldBlocks, ...] = ()
+
+    @property
+    def all_block_ids(self) -> list[int]:
+        """In every group."""
+        return [*self.block_ids, *(block_id for held in self.others for block_id in held.block_ids)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,9 @@ class PromptLogprobs:
 class PrefillProgress:
     """State of a `prefill_only` request after a step: the first `num_computed_tokens` tokens have their KV.
 
-    `block_ids` is the whole block table. Full blocks below `num_computed_tokens` are committed and immutable.
+    `block_ids` is the block table of KV group 0 from block number `first_block` on, `others` are the other groups'.
+    Full blocks below `num_computed_tokens` are committed and immutable. Whoever takes the sequence over needs those
+    from number `wanted_from` on (by group; empty: all).
     """
 
     request_id: str
@@ -135,13 +146,22 @@ class PrefillProgress:
     num_cached_tokens: int
     block_ids: tuple[int, ...]
     keys: tuple[bytes, ...]
+    first_block: int = 0
+    others: tuple[HeldBlocks, ...] = ()
+    wanted_from: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> tuple[HeldBlocks, ...]:
+        """What each KV group holds."""
+        return (HeldBlocks(self.first_block, self.block_ids), *self.others)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldKv:
     """The KV of a `prefill_only` request that has ended. The references on `block_ids` pass to the receiver.
 
-    `keys` are the 32-byte keys of the full blocks, in order; the partial last block has none.
+    `keys` are the 32-byte keys of the full blocks, in order; the partial last block has none. The other
+    fields are as in `PrefillProgress`.
     """
 
     request_id: str
@@ -149,6 +169,19 @@ class HeldKv:
     keys: tuple[bytes, ...]
     num_tokens: int
     num_cached_tokens: int
+    first_block: int = 0
+    others: tuple[HeldBlocks, ...] = ()
+    wanted_from: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> tuple[HeldBlocks, ...]:
+        """What each KV group holds."""
+        return (HeldBlocks(self.first_block, self.block_ids), *self.others)
+
+    @property
+    def all_block_ids(self) -> list[int]:
+        """In every group."""
+        return [block_id for held in self.groups for block_id in held.block_ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +216,9 @@ class StepOutput:
 
     `cached` has (request id, prompt tokens found in the cache) for each request that was admitted in this step, and
     `loaded` (request id, tier, tokens) those of them that were brought up from a tier.
-    `drafts` has (drafted, accepted) tokens for each sequence that had drafts. `seconds` is the step's duration; 0 for
-    an output that no step made (an abort, a refusal). `num_prefill_tokens` are those of sequences that are not (only)
-    decoding yet.
+    `drafts` has (drafted, accepted) tokens for each sequence that had drafts. `seconds` is the step's duration and
+    `ended_at` its end, in seconds since the epoch; 0 for an output that no step made (an abort, a refusal).
+    `num_prefill_tokens` are those of sequences that are not (only) decoding yet.
     """
 
     tokens: list[TokenOutput] = field(default_factory=list)
@@ -199,6 +232,7 @@ class StepOutput:
     load: EngineLoad = field(default_factory=EngineLoad)
     seconds: float = 0.0
     num_prefill_tokens: int = 0
+    ended_at: float = 0.0
 
     def num_loaded_tokens(self, request_id: str) -> int:
         """Of the request's cached tokens those that tiers had."""

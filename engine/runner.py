@@ -9,6 +9,7 @@ import torch
 
 from engine.batch import build_batch
 from engine.constraint import Constraint
+from engine.kernel_set import with_kv_format
 from engine.lora.slots import AdapterSlots
 from engine.lora.step import LoraStep
 from engine.memory import KvMemory
@@ -48,7 +49,7 @@ class ModelRunner:
         self._memory = memory
         self._sampler = sampler
         self._slots = slots
-        self.numerics_class = model.numerics_class
+        self.numerics_class = with_kv_format(model.numerics_class, memory.layout.kv_format)
 
     def execute(self, schedule: Schedule) -> list[list[SampledToken]]:
         """One list per item of the schedule: empty unless it samples, one token per choice to sample otherwise.

@@ -7,6 +7,7 @@ depend on its neighbours (DESIGN §4).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from engine import philox
 from engine.candidates import Candidates, Ids, Row, filter_candidates, likeliest
-from engine.logit_adjustment import adjust
+from engine.logit_adjustment import adjust, drawable
 from engine.philox import NoiseKey
 from engine.request import TokenLogprobs
 from engine.sample import SampledToken, SampleRow
@@ -78,7 +79,12 @@ def sample_row(raw: Row, row: SampleRow) -> SampledToken:
         candidates = filter_candidates(logits, row.params)
         token_id = draw(candidates, row.params.temperature, NoiseKey(row.seed, row.position, row.choice))
     wanted = row.params.logprobs
-    return SampledToken(token_id, None if wanted is None else token_logprobs(raw, token_id, wanted))
+    if wanted is None:
+        return SampledToken(token_id)
+    found = token_logprobs(raw, token_id, 0 if row.params.drawable_logprobs else wanted)
+    if row.params.drawable_logprobs:
+        found = replace(found, top=_drawable_top(raw, row, wanted))
+    return SampledToken(token_id, found)
 
 
 def _blamed(row: SampleRow) -> str:
@@ -126,9 +132,19 @@ def token_logprobs(raw: Row, token_id: int, num_top: int) -> TokenLogprobs:
 
     The rank counts tokens in the order of `top`: (logit descending, id ascending), so `top[rank - 1]` is the token.
     """
-    peak = raw.max()
-    log_total = float(peak) + float(np.log(np.exp(raw - peak).sum(dtype=np.float64)))
+    log_total = _log_total(raw)
     logit = raw[token_id]
     rank = 1 + int(np.count_nonzero(raw > logit)) + int(np.count_nonzero(raw[:token_id] == logit))
     top = tuple((i, float(raw[i]) - log_total) for i in likeliest(raw, num_top)) if num_top > 0 else ()
     return TokenLogprobs(logprob=float(logit) - log_total, rank=rank, top=top)
+
+
+def _drawable_top(raw: Row, row: SampleRow, num_top: int) -> tuple[tuple[int, float], ...]:
+    """The model's own log-probabilities of the likeliest tokens that may be drawn; fewer, if fewer may."""
+    logits, log_total = drawable(raw, row), _log_total(raw)
+    return tuple((i, float(raw[i]) - log_total) for i in likeliest(logits, num_top) if np.isfinite(logits[i]))
+
+
+def _log_total(raw: Row) -> float:
+    peak = raw.max()
+    return float(peak) + float(np.log(np.exp(raw - peak).sum(dtype=np.float64)))

@@ -77,7 +77,7 @@ class Scheduler:
         speculator: Speculator | None = None,
         tiers: KvTiers | None = None,
     ) -> None:
-        num_tokens = kv_cache.num_blocks * kv_cache.block_size
+        num_tokens = kv_cache.groups.longest_sequence(kv_cache.num_blocks, config.max_model_len)
         if config.max_model_len > num_tokens:
             raise ValueError(
                 f"max_model_len {config.max_model_len} does not fit the pool: {kv_cache.num_blocks} blocks of "
@@ -109,10 +109,10 @@ class Scheduler:
                 raise RequestRefused(
                     "request_id", f"{request.request_id!r} is in use already", value=request.request_id
                 )
-            check_request(request, self.config, self._cache.num_blocks)
+            check_request(request, self.config, self._cache.num_blocks, self._cache.groups)
         except RequestRefused:
             if request.adopted is not None:
-                self._cache.release(request.adopted.block_ids)
+                self._cache.release(request.adopted.all_block_ids)
             raise
         self._num_arrivals += 1
         sequences = starting_sequences(request, self._num_arrivals)
@@ -160,7 +160,9 @@ class Scheduler:
             self._schedule_drafts(step, self._speculator)
         self._schedule_prefills(step)
         if not step.items and not self._loads.is_busy:  # everybody sits on blocks that another one needs
-            self._preempt_worst([*self._queues.running, *self._queues.waiting])
+            found = self._preempt_worst([*self._queues.running, *self._queues.waiting])
+            if not found and self._cache.groups.slides:
+                self._preempt_prefill()
         return step.planned()
 
     def _schedule_decodes(self, step: _Step) -> None:
@@ -177,7 +179,7 @@ class Scheduler:
             most = min(budget, self._most_drafts(sequence))
             drafts = speculator.propose(sequence, most, len(self._queues.running))
             end = sequence.num_tokens + len(drafts)
-            spare = self._cache.num_free - len(decodes)
+            spare = self._cache.num_free - len(decodes) * len(self._cache.groups)
             if drafts and self._tables.num_missing(sequence, end) <= spare:
                 self._tables.grow(sequence, end, step.copies)
                 step.add_draft(sequence, drafts)
@@ -262,7 +264,7 @@ class Scheduler:
         if fits and not holds_blocks and self._loads.start(sequence):
             return False
         if fits and sequence.prefill_only:
-            fits = self._tables.grow(sequence, sequence.num_tokens, [])
+            fits = self._tables.reserve(sequence)
         if not fits and not holds_blocks:
             self._tables.give_up(sequence, num_releases, promised)
         return fits
@@ -295,6 +297,14 @@ class Scheduler:
             self._preempt(max(candidates, key=by_rank))
         return bool(candidates)
 
+    def _preempt_prefill(self) -> None:
+        """The last resort where groups slide, since those take blocks on the way: the worst `prefill_only` one waits.
+
+        What others read of it has references of its own, and is computed again with the same values.
+        """
+        if len(self._queues.running) > 1:
+            self._preempt(max(self._queues.running, key=by_rank))
+
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         self._tables.free(sequence)
@@ -303,7 +313,7 @@ class Scheduler:
             self._queues.wait(sequence)
 
     def _num_missing_blocks(self, sequence: Sequence) -> int:
-        return self._tables.num_missing(sequence, sequence.num_tokens)
+        return self._tables.num_missing_on_the_way(sequence)
 
     def _num_slots(self, sequence: Sequence) -> int:
         """Running sequences this one counts as: a trunk will be replaced by its branches."""
@@ -357,7 +367,7 @@ class Scheduler:
             return
         going_on = report_tokens(sequence, tokens, self.config, output)
         if sequence.prefill_only:
-            if report_prefill(sequence, output):
+            if report_prefill(sequence, output, self._tables.wanted_from(sequence)):
                 self._end(sequence)
         elif sequence.branches and not sequence.num_remaining_tokens:
             self._replace_by_branches(sequence, going_on)
@@ -401,7 +411,7 @@ class Scheduler:
         """Puts transferred KV under a starting request; a trunk that has nothing left to compute forks at once."""
         first, *others = sequences
         if others:  # they share nothing, so there is nothing to adopt
-            self._cache.release(adopted.block_ids)
+            self._cache.release(adopted.all_block_ids)
             return sequences
         forks_at_once = bool(first.branches) and not first.choices_to_sample
         self._tables.adopt(first, adopted, first.num_tokens - (not forks_at_once))

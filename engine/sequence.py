@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A look-up that found `num_cached` blocks and could not be used for lack of free ones, and what stood in its way.
+    """A look-up that could not be used for lack of free blocks, and what stood in its way: `num_missing` of them.
 
     `next_key` would make the hit longer (None: nothing would); `num_releases` and `promised` are as they were then.
     """
 
-    num_cached: int
+    num_missing: int
     next_key: bytes | None
     num_releases: int
     promised: int
@@ -32,6 +32,9 @@ class Sequence:
     token_ids   [ prompt ............ | output ............ ]
                 [ num_computed_tokens .. | still to compute ]      KV of token i: block_table[i // block_size]
                 [ committed blocks . | ]                           findable by `keys`, immutable
+
+    `block_table` is that of KV group 0, `other_tables` are the other groups', each in the order of the sequence. A
+    group that slides has given back its first `num_released` blocks (by group): `RELEASED` stands for each.
 
     `branches` is empty for a plain sequence. A trunk has several: it computes what its branches share and is then
     replaced by one sequence for each (choice, output so far). A fresh trunk also samples the first token of each.
@@ -49,6 +52,8 @@ class Sequence:
     branches: tuple[tuple[int, tuple[int, ...]], ...] = ()
     choices_to_sample: tuple[int, ...] = ()
     block_table: list[int] = field(default_factory=list)
+    other_tables: list[list[int]] = field(default_factory=list)
+    num_released: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_committed_blocks: int = 0
@@ -67,6 +72,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.is_constrained = self.request.params.is_constrained  # asked at each token
+
+    @property
+    def tables(self) -> tuple[list[int], ...]:
+        """The block table of each KV group; groups without blocks may be missing."""
+        return (self.block_table, *self.other_tables)
 
     @property
     def request_id(self) -> str:

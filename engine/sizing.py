@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import EngineError
+from kvstore.kv_groups import KvGroups
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +29,16 @@ def size_pool(
     kv_cache_memory_bytes: int | None,
     kv_cache_memory_share: float,
     available_bytes: int,
+    groups: KvGroups | None = None,
 ) -> PoolSize:
     """Sizes the pool by `kv_cache_memory_bytes`, else by its share of `available_bytes`, and logs the outcome.
 
     A share is capped to what `max_num_seqs` sequences of full length can use. The pool holds at least one sequence of
-    `max_model_len`, or that limit is lowered. A block takes `draft_block_bytes` more in a draft model's memory. Raises
-    EngineError when nothing useful fits.
+    `max_model_len`, or that limit is lowered. A block takes `draft_block_bytes` more in a draft model's memory.
+    `groups` say how many blocks a sequence holds; None: one for each `block_size` tokens. Raises EngineError when
+    nothing useful fits.
     """
+    groups = KvGroups(block_size=block_size) if groups is None else groups
     of_draft = f" ({draft_block_bytes} of them for the draft model)" if draft_block_bytes else ""
     block_bytes += draft_block_bytes
     if max_model_len is not None and max_model_len > max_position:
@@ -43,15 +47,15 @@ def size_pool(
     if kv_cache_memory_bytes is None:
         budget = int(available_bytes * kv_cache_memory_share)
         source = f"{kv_cache_memory_share:.0%} of the {_mib(available_bytes)} that are free"
-        num_blocks = min(budget // block_bytes, max_num_seqs * -(-longest // block_size))
+        num_blocks = min(budget // block_bytes, max_num_seqs * groups.num_pool_blocks(longest))
     else:
         source = f"kv_cache_memory_bytes = {kv_cache_memory_bytes}"
         num_blocks = kv_cache_memory_bytes // block_bytes
-    if num_blocks * block_size < 2:
+    fits = groups.longest_sequence(num_blocks, longest)
+    if fits < min(2, longest) or num_blocks * block_size < 2:
         raise EngineError(
             f"{source}: no room for two tokens, a block of {block_size} takes {block_bytes} bytes{of_draft}"
         )
-    fits = min(longest, num_blocks * block_size)
     if fits < longest:
         logger.warning(
             "max_model_len lowered from %d to %d: the KV pool (%s) holds %d blocks of %d tokens",
@@ -62,9 +66,10 @@ def size_pool(
             block_size,
         )
     logger.info(
-        "KV pool: %d blocks of %d tokens, %s%s (%s); max_model_len %d",
+        "KV pool: %d blocks of %d tokens%s, %s%s (%s); max_model_len %d",
         num_blocks,
         block_size,
+        "" if groups.is_plain else f" in {len(groups)} groups of layers",
         _mib(num_blocks * block_bytes),
         f", {_mib(num_blocks * draft_block_bytes)} of it the draft model's" if draft_block_bytes else "",
         source,

@@ -19,7 +19,10 @@ SPLIT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The sequences of one step. All lengths are in tokens; `kv_lens` counts the step's own tokens too."""
+    """The sequences of one step. All lengths are in tokens; `kv_lens` counts the step's own tokens too.
+
+    `others` are the same tokens in the tables of the model's other KV groups, if it has several.
+    """
 
     cu_seqlens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -27,14 +30,28 @@ class PagedBatch:
     slot_blocks: Tensor
     slot_offsets: Tensor
     block_size: int
+    others: tuple["PagedBatch", ...] = ()
+
+    def of_group(self, group: int) -> "PagedBatch":
+        """The batch as the layers of a KV group see it."""
+        return self.others[group - 1] if group else self
 
     @staticmethod
     def build(
-        query_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        block_size: int,
+        firsts: Sequence[int] = (),
     ) -> "PagedBatch":
-        """Pack sequences; the last `query_lens[s]` of `kv_lens[s]` tokens are the ones computed in this step."""
+        """Pack sequences; the last `query_lens[s]` of `kv_lens[s]` tokens are the ones computed in this step.
+
+        `firsts[s]`: that many entries of table s stand for nothing, since its layers' window has left them behind. The
+        kernels read and hide whole splits, so what is there must be the sequence's own: its first block.
+        """
         cu_seqlens = [0]
         slots: list[int] = []
+        firsts = firsts or (0,) * len(block_tables)
         for query_len, kv_len, table in zip(query_lens, kv_lens, block_tables, strict=True):
             if not 0 < query_len <= kv_len <= len(table) * block_size:
                 raise ValueError(
@@ -48,8 +65,10 @@ class PagedBatch:
             ]
         width = max((len(table) for table in block_tables), default=0)
         tables = torch.zeros(len(block_tables), width, dtype=torch.int64)
-        for row, table in enumerate(block_tables):
-            tables[row, : len(table)] = torch.tensor(table, dtype=torch.int64)
+        for row, (table, first) in enumerate(zip(block_tables, firsts, strict=True)):
+            tables[row, first : len(table)] = torch.tensor(table[first:], dtype=torch.int64)
+            if first:
+                tables[row, :first] = tables[row, first].clone()
         slot_mapping = torch.tensor(slots, dtype=torch.int64)
         return PagedBatch(
             cu_seqlens=tuple(cu_seqlens),

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.kv_cells import Cells, load_blocks, rotate_queries, store_rows
 from kernels.lora import Lora
 from kernels.paged import AttentionPlan, PagedBatch
 
@@ -97,10 +98,10 @@ def embedding(ids: Tensor, weight: Tensor, scale: float | None = None) -> Tensor
     return rows if scale is None else rows * torch.tensor(scale).to(weight.dtype)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Cells, v_cache: Cells, batch: PagedBatch) -> None:
     """Store the step's keys and values [T, Hkv, D] in their slots."""
-    k_cache[batch.slot_blocks, :, batch.slot_offsets] = k
-    v_cache[batch.slot_blocks, :, batch.slot_offsets] = v
+    store_rows(k_cache, k, batch)
+    store_rows(v_cache, v, batch)
 
 
 def copy_blocks(blocks: Tensor, copies: Sequence[tuple[int, int]]) -> None:
@@ -110,21 +111,21 @@ def copy_blocks(blocks: Tensor, copies: Sequence[tuple[int, int]]) -> None:
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, *, scale: float, cap: float | None = None
+    q: Tensor, k_cache: Cells, v_cache: Cells, plan: AttentionPlan, *, scale: float, cap: float | None = None
 ) -> Tensor:
     """softmax(q Kᵀ · scale, capped) V for each token over its visible positions. q [T, Hq, D] -> [T, Hq, D]."""
     batch = plan.batch
-    out = torch.empty_like(q)
+    out, wide = torch.empty_like(q), rotate_queries(q, k_cache, torch.float64)
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     for sequence, kv_len in enumerate(batch.kv_lens):
         num_blocks = -(-kv_len // batch.block_size)
         table = batch.block_tables[sequence, :num_blocks]
-        k = k_cache[table].transpose(0, 1).reshape(num_kv_heads, 1, -1, head_dim).double()
-        v = v_cache[table].permute(1, 3, 0, 2).reshape(num_kv_heads, 1, head_dim, -1).double()
+        k = load_blocks(k_cache, table, torch.float64).transpose(0, 1).reshape(num_kv_heads, 1, -1, head_dim)
+        v = load_blocks(v_cache, table, torch.float64).permute(1, 3, 0, 2).reshape(num_kv_heads, 1, head_dim, -1)
         for row in range(batch.cu_seqlens[sequence], batch.cu_seqlens[sequence + 1]):
             position = kv_len - batch.cu_seqlens[sequence + 1] + row
             first = 0 if plan.window is None else max(0, position - plan.window + 1)
-            query = q[row].double().view(num_kv_heads, plan.group_size, 1, head_dim)
+            query = wide[row].view(num_kv_heads, plan.group_size, 1, head_dim)
             scores = (k[:, :, first : position + 1] * query).sum(-1) * scale
             if cap is not None:
                 scores = soft_cap(scores, cap)

@@ -10,6 +10,10 @@ a duplicate for the block already cached, what the pool holds of a chain is alwa
 
     * commit a chain in order, each block while holding all blocks before it, and
     * hold and release whole prefixes: who references block i of a chain references blocks 0 … i-1 too.
+
+With several KV groups (`kv_groups`) a block's content belongs to one of them; all groups share the blocks and the free
+list. What is prefix-closed, and told to the index, is group 0. The others hold a chain's blocks here and there. Where
+group 0 itself gives back the beginning of a chain (`closes_chains`), evicting a block forgets all that continue it.
 """
 
 from collections import OrderedDict
@@ -34,6 +38,8 @@ class BlockPool:
         *,
         enable_caching: bool = True,
         generations: npt.NDArray[np.uint64] | None = None,
+        num_groups: int = 1,
+        closes_chains: bool = False,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
@@ -46,8 +52,12 @@ class BlockPool:
         self.num_releases = 0
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block_id, None) for block_id in range(num_blocks))
-        self._block_ids: dict[bytes, int] = {}  # key -> the one block that has this content
+        # of each group: key -> the one block that has this content
+        self._block_ids: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._keys: list[bytes | None] = [None] * num_blocks
+        self._groups = [0] * num_blocks
+        self._children: dict[bytes, list[bytes]] | None = {} if closes_chains else None
+        self._parents: dict[bytes, bytes] = {}
         self._token_ids: list[tuple[int, ...]] = [()] * num_blocks
         self._events: list[tuple[EventKind, bytes]] = []
 
@@ -63,7 +73,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks that can be found by key, referenced or not."""
-        return len(self._block_ids)
+        return sum(map(len, self._block_ids))
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
@@ -71,15 +81,16 @@ class BlockPool:
     def generation(self, block_id: int) -> int:
         return int(self.generations[block_id])
 
-    def is_cached(self, key: bytes) -> bool:
-        return key in self._block_ids
+    def is_cached(self, key: bytes, group: int = 0) -> bool:
+        return key in self._block_ids[group]
 
-    def find(self, key: bytes) -> int | None:
+    def find(self, key: bytes, group: int = 0) -> int | None:
         """The block that has this content."""
-        return self._block_ids.get(key)
+        return self._block_ids[group].get(key)
 
     def cached_keys(self) -> list[bytes]:
-        return list(self._block_ids)
+        """Those of group 0."""
+        return list(self._block_ids[0])
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """`num_blocks` blocks with one reference each, or None (and no change) when fewer are free."""
@@ -96,11 +107,11 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
-    def match(self, keys: Sequence[bytes], token_ids: Sequence[int], block_size: int) -> list[int]:
+    def match(self, keys: Sequence[bytes], token_ids: Sequence[int], block_size: int, group: int = 0) -> list[int]:
         """The blocks of the longest cached prefix of `keys`, a reference taken on each; token ids are compared too."""
         block_ids = []
         for i, key in enumerate(keys):
-            block_id = self._block_ids.get(key)
+            block_id = self._block_ids[group].get(key)
             if block_id is None or self._token_ids[block_id] != tuple(token_ids[i * block_size : (i + 1) * block_size]):
                 break
             block_ids.append(block_id)
@@ -130,11 +141,21 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
         return self.num_releases - num_releases
 
-    def commit(self, block_id: int, key: bytes, token_ids: Sequence[int]) -> int:
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Blocks of a chain that are in use though nobody references them: they are evicted later, tails first."""
+        for key in reversed(list(keys)):
+            block_id = self._block_ids[0].get(key)
+            if block_id is not None and block_id in self._free:
+                self._free.move_to_end(block_id)
+
+    def commit(
+        self, block_id: int, key: bytes, token_ids: Sequence[int], group: int = 0, parent: bytes | None = None
+    ) -> int:
         """Declares a referenced block full and immutable, to be found by `key`. Returns the block to use from now on.
 
         If another block already has this content, the caller's reference moves to that one and `block_id` is released:
-        kept duplicates would leave a chain whose head is evicted while its tail is still cached.
+        kept duplicates would leave a chain whose head is evicted while its tail is still cached. With `closes_chains`
+        a block whose `parent` is not cached (any more) cannot be found either.
         """
         if self._ref_counts[block_id] <= 0:
             raise ValueError(f"block {block_id} is committed but nobody references it")
@@ -142,34 +163,42 @@ class BlockPool:
             return block_id
         if self._keys[block_id] is not None:
             raise ValueError(f"block {block_id} is committed under a second key")
-        canonical = self._block_ids.get(key)
+        canonical = self._block_ids[group].get(key)
         if canonical is not None:
             self.acquire([canonical])
             self.release([block_id])
             return canonical
-        self._block_ids[key] = block_id
+        if self._children is not None and group == 0 and parent is not None:
+            if parent not in self._block_ids[0]:
+                return block_id
+            self._children.setdefault(parent, []).append(key)
+            self._parents[key] = parent
+        self._block_ids[group][key] = block_id
         self._keys[block_id] = key
+        self._groups[block_id] = group
         self._token_ids[block_id] = tuple(token_ids)
-        self._events.append(("stored", key))
+        if group == 0:
+            self._events.append(("stored", key))
         return block_id
 
     def reset(self) -> int:
         """Forgets the content of all free blocks; referenced ones stay (their chains stay whole). Returns how many."""
         num_forgotten = self._forget_all([block_id for block_id in self._free if self._keys[block_id] is not None])
-        if not self._block_ids:
+        if not self._block_ids[0]:
             self._events = [("cleared", b"")]
         return num_forgotten
 
     def forget(self, keys: Iterable[bytes]) -> int:
         """The same for blocks of these keys, which are to be whole tails of chains."""
-        found = (self._block_ids.get(key) for key in keys)
+        found = (block_ids.get(key) for key in keys for block_ids in self._block_ids)
         return self._forget_all([each for each in found if each is not None and self._ref_counts[each] == 0])
 
     def _forget_all(self, block_ids: list[int]) -> int:
         for block_id in reversed(block_ids):
             self._free.move_to_end(block_id, last=False)
         for block_id in block_ids:
-            self._forget(block_id)
+            if self._keys[block_id] is not None:  # else it was forgotten with the beginning of its chain
+                self._forget(block_id)
         return len(block_ids)
 
     def take_events(self) -> list[CacheEvent]:
@@ -182,21 +211,49 @@ class BlockPool:
         free = {block_id for block_id, count in enumerate(self._ref_counts) if count == 0}
         _expect(all(count >= 0 for count in self._ref_counts), "a reference count is negative")
         _expect(free == set(self._free), "the free list is not the set of unreferenced blocks")
-        keyed = {key: block_id for block_id, key in enumerate(self._keys) if key is not None}
+        keyed: tuple[dict[bytes, int], ...] = tuple({} for _ in self._block_ids)
+        for block_id, key in enumerate(self._keys):
+            if key is not None:
+                keyed[self._groups[block_id]][key] = block_id
         _expect(keyed == self._block_ids, "keys and blocks do not agree")
-        _expect(self.enable_caching or not keyed, "something is cached although caching is off")
+        known = set(self._parents) | set(self._parents.values())
+        _expect(known <= set(keyed[0]), "the beginning of a chain is gone and what continues it is not")
+        _expect(self.enable_caching or not any(keyed), "something is cached although caching is off")
         cached_seen = False
         for block_id in self._free:
             cached_seen = cached_seen or self._keys[block_id] is not None
             _expect(not cached_seen or self._keys[block_id] is not None, "an empty block lies behind a cached one")
 
     def _forget(self, block_id: int) -> None:
-        key = self._keys[block_id]
+        key, group = self._keys[block_id], self._groups[block_id]
         assert key is not None
-        del self._block_ids[key]
+        if self._children is not None and group == 0:
+            self._forget_children(key)
+        del self._block_ids[group][key]
         self._keys[block_id] = None
         self._token_ids[block_id] = ()
-        self._events.append(("removed", key))
+        if group == 0:
+            self._events.append(("removed", key))
+
+    def _forget_children(self, key: bytes) -> None:
+        """All that continue it, tails first; free ones are the next to be taken."""
+        assert self._children is not None
+        chain = [key]
+        for each in chain:
+            chain += self._children.pop(each, ())
+        parent = self._parents.pop(key, None)
+        if parent is not None:
+            self._children[parent].remove(key)
+            if not self._children[parent]:
+                del self._children[parent]
+        for each in reversed(chain[1:]):
+            block_id = self._block_ids[0].pop(each)
+            del self._parents[each]
+            self._keys[block_id] = None
+            self._token_ids[block_id] = ()
+            self._events.append(("removed", each))
+            if block_id in self._free:
+                self._free.move_to_end(block_id, last=False)
 
 
 def _expect(condition: bool, message: str) -> None:

@@ -79,7 +79,7 @@ class _EngineLimits:
 
     def __init__(self, engine: Engine) -> None:
         block_size = engine.kv_cache.block_size
-        self._limits = Limits(engine.max_model_len, engine.num_blocks * block_size, block_size)
+        self._limits = Limits(engine.max_model_len, engine.kv_cache.capacity * block_size, block_size)
 
     def limits(self) -> Limits:
         return self._limits

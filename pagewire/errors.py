@@ -14,6 +14,7 @@ PagewireError                code, message
 └── Internal                 INTERNAL             ErrorInfo{id to find it in the log}
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -182,6 +183,22 @@ class Internal(PagewireError):
         if self.error_id not in message:
             message = f"{message} (error id {self.error_id})"
         super().__init__(message, details=(_error_info("INTERNAL", {"error_id": self.error_id}),))
+
+
+def renamed(error: PagewireError, field: re.Pattern[str], name: str) -> PagewireError:
+    """The same error with `name` where its field begins with what `field` matches; others as they are."""
+    details: list[Message] = []
+    message = error.message
+    for detail in error.details:
+        if isinstance(detail, error_details_pb2.BadRequest):
+            bad = error_details_pb2.BadRequest()
+            bad.CopyFrom(detail)
+            for violation in bad.field_violations:
+                old, violation.field = violation.field, field.sub(name, violation.field, count=1)
+                message = violation.field + message[len(old) :] if message.startswith(old) else message
+            detail = bad
+        details.append(detail)
+    return error if message == error.message else PagewireError(message, code=error.code, details=tuple(details))
 
 
 def from_status(status: status_pb2.Status) -> PagewireError:

@@ -163,7 +163,8 @@ def grammar_text(structure: StructuredOutput) -> str:
 
 
 def _brief(matcher: LLMatcher) -> str:
-    return _shorten(matcher.get_error() or str(matcher.stop_reason()))
+    message = matcher.get_error() or str(matcher.stop_reason())
+    return "no text satisfies it" if message.startswith("NoExtension") else _shorten(message)
 
 
 def _shorten(message: str) -> str:

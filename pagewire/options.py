@@ -142,6 +142,12 @@ class EngineOptions(_Frozen):
     quantization: Annotated[Literal["none", "int8", "w8a8"], BeforeValidator(_none_by_name)] = option(
         "none", "Int8 weights, made on loading; w8a8: activations too, for integer products.", panel=_MODEL
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = option(
+        "auto",
+        "What the KV cache stores: auto the compute type, the others a byte for each value and a scale for each token "
+        "and kv head; fp8 is fp8_e4m3. The same on all workers of a model.",
+        panel=_ENGINE,
+    )
     packed_cache_bytes: Annotated[ByteCount, Field(ge=0)] = option(
         64 << 30,
         "Keep packed weights in the cache directory up to this size; the longest unused go first, those in use stay.",
@@ -179,6 +185,12 @@ class EngineOptions(_Frozen):
     )
     max_num_seqs: int = option(64, "Most sequences in one engine step.", panel=_ENGINE, metavar="N", ge=1, le=4096)
     enable_prefix_caching: bool = option(True, "Keep KV blocks for reuse.", panel=_PREFIX_CACHE, shown_default="on")
+    disable_hybrid_kv_cache_manager: bool = option(
+        False,
+        "Layers with a sliding window keep the KV of the whole sequence, as all others do. All workers of a model must "
+        "agree.",
+        panel=_PREFIX_CACHE,
+    )
     kv_offloading_size: Annotated[GibCount, Field(ge=1)] | None = option(
         None,
         "Host memory for KV blocks that the pool may evict, in GiB; 512MiB works too. They are loaded back instead of "

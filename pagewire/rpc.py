@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from pagewire.grants import AREAS_EVERYWHERE
 from pagewire.health import HealthServicer
 from pagewire.interceptor import RpcObserver, ServiceInterceptor
 from pagewire.ports import BindError, check_bindable
+from pagewire.reflection import add_reflection
 from pagewire.renewed_channel import RenewedChannel
 from pagewire.security import Security, token_interceptors
 
@@ -108,7 +108,7 @@ def add_health_and_reflection(server: grpc.aio.Server, service_names: Iterable[s
     servicer = HealthServicer(names)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-    reflection.enable_server_reflection((*names, health_name, reflection.SERVICE_NAME), server)
+    add_reflection(server, (*names, health_name))
     return servicer
 
 

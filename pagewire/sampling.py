@@ -23,7 +23,8 @@ class SamplingParams:
 
     `max_tokens` None means "as many as fit"; the router resolves it before a worker sees it. `seed` is never None
     behind the router. `logprobs` None reports none, 0 the chosen token's, N the N likeliest too; `prompt_logprobs`
-    likewise for the prompt's tokens. `allowed_token_ids` empty allows all.
+    likewise for the prompt's tokens. With `drawable_logprobs` the likeliest are of the tokens that may be drawn.
+    `allowed_token_ids` empty allows all.
     """
 
     n: int = 1
@@ -45,6 +46,7 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     structured_output: StructuredOutput | None = None
     prompt_logprobs: int | None = None
+    drawable_logprobs: bool = False
 
     @property
     def has_penalties(self) -> bool:

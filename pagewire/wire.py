@@ -20,6 +20,7 @@ MAX_STRUCTURE_CHOICES = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 _MAX_SEED = 2**64 - 1
+_MAX_UINT32 = 2**32 - 1
 
 _OPTIONAL_FIELDS = (
     "n",
@@ -50,6 +51,7 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         logit_bias=MappingProxyType(dict(message.logit_bias)),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        drawable_logprobs=message.drawable_logprobs,
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words_token_ids=tuple(tuple(word.token_ids) for word in message.bad_words_token_ids),
         structured_output=_structure_from_proto(message.structured_output) if "structured_output" in present else None,
@@ -70,7 +72,7 @@ def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
 
     Raises InvalidArgument for what protobuf cannot carry (a negative count, text for a number).
     """
-    message = types_pb2.SamplingParams(ignore_eos=params.ignore_eos)
+    message = types_pb2.SamplingParams(ignore_eos=params.ignore_eos, drawable_logprobs=params.drawable_logprobs)
     for name in _OPTIONAL_FIELDS:
         value = getattr(params, name)
         if value is not None:
@@ -158,8 +160,8 @@ def _check_counts(params: SamplingParams, max_model_len: int, max_logprobs: int)
     if params.min_tokens >= max_model_len:
         limit = f"must be below the model's context length of {max_model_len} tokens"
         raise InvalidArgument("sampling.min_tokens", params.min_tokens, limit)
-    if params.top_k < 0:
-        raise InvalidArgument("sampling.top_k", params.top_k, "must be at least 0 (0 keeps all tokens)")
+    if not 0 <= params.top_k <= _MAX_UINT32:
+        raise InvalidArgument("sampling.top_k", params.top_k, "must be in 0 … 2**32-1 (0 keeps all tokens)")
     for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if value is not None and not 0 <= value <= max_logprobs:
             raise InvalidArgument(f"sampling.{name}", value, f"must be in 0 … {max_logprobs}")

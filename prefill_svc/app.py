@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from engine.engine import Engine
 from pagewire.config import WorkerConfig
 from pagewire.v1 import prefill_pb2_grpc
 from prefill_svc.service import PrefillServicer
-from prefill_svc.tracing import TracedPrefillServicer
+from prefill_svc.tracing import TracedPrefillServicer, TracedPrefillWorker
 from prefill_svc.vllm_engine import PrefillVllmEngine
 from prefill_svc.worker import PrefillWorker
 from transfer_svc.app import WorkerApp
@@ -24,8 +25,13 @@ class PrefillApp(WorkerApp):
 
     def __init__(self, config: WorkerConfig, engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(config, engine, pool_wait_seconds=POOL_WAIT_SECONDS, clock=clock)
-        self.worker = PrefillWorker(engine, self.setup)
         tracer = self.server.tracer
-        servicer = PrefillServicer(self.worker) if tracer is None else TracedPrefillServicer(self.worker, tracer)
+        make = PrefillWorker if tracer is None else partial(TracedPrefillWorker, tracer=tracer)
+        self.worker = make(engine, self.setup)
+        servicer = (
+            TracedPrefillServicer(self.worker)
+            if isinstance(self.worker, TracedPrefillWorker)
+            else PrefillServicer(self.worker)
+        )
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, self.server.server)
         self._add_services(PrefillVllmEngine(self.worker, engine.kv_cache, self.card), PREFILL_SERVICE)

@@ -7,40 +7,45 @@ So a block is in a manifest only after the step that wrote it has ended, and not
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.host import EngineHost
 from engine.kv_cache import KvCache
-from engine.request import StepOutput
+from engine.request import HeldKv, PrefillProgress, StepOutput
 from transfer_svc.leases import LeaseTable, PrefillResult, TicketError
 from transfer_svc.manifest import describe_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """Blocks of one ticket that a step has finished; one reference on each is passed along."""
+    """Blocks of one ticket, of one KV group, that a step has finished; one reference on each is passed along."""
 
     request_id: str
     block_ids: tuple[int, ...]
     keys: tuple[bytes, ...]
+    group: int = 0
 
 
 class BlockCollector:
-    """Runs on the device thread. `watch` and `forget` may come from any thread."""
+    """Runs on the device thread. `watch` and `forget` may come from any thread.
+
+    Of a KV group with a window it collects what the receiver will see: from `wanted_from` on.
+    """
 
     def __init__(self, kv_cache: KvCache) -> None:
         self._kv_cache = kv_cache
-        self._taken: dict[str, list[int]] = {}
+        self._num_taken: dict[str, Counter[int]] = {}  # by group
 
     def watch(self, request_id: str) -> None:
         """From now on the request's blocks are collected."""
-        self._taken[request_id] = []
+        self._num_taken[request_id] = Counter()
 
     def forget(self, request_id: str) -> None:
         """No more blocks of this request are wanted."""
-        self._taken.pop(request_id, None)
+        self._num_taken.pop(request_id, None)
 
     def prepare(self, step: StepOutput) -> list[ComputedBlocks]:
         """The newly computed blocks of all watched requests, with a reference on each."""
@@ -49,19 +54,20 @@ class BlockCollector:
         last: list[ComputedBlocks] = []
         surplus: list[Seq[int]] = []
         for held in step.held:
-            taken = self._taken.get(held.request_id)
-            if taken is None:
-                surplus.append(held.block_ids)
+            num_taken = self._num_taken.get(held.request_id)
+            if num_taken is None:
+                surplus.append(held.all_block_ids)
                 continue
-            surplus.append(taken)  # they came a second time, with the request's own reference
-            keys = held.keys + (b"",) * (len(held.block_ids) - len(held.keys))
-            start = len(taken)
-            last.append(ComputedBlocks(held.request_id, held.block_ids[start:], keys[start:]))
+            for group, own in enumerate(held.groups):
+                start = _wanted_from(held, group) + num_taken[group]
+                # What was taken before comes a second time, with the request's own reference.
+                surplus.append(own.block_ids[: start - own.first])
+                last.append(_computed_blocks(held, group, start))
         self._acquire([block_id for blocks in running for block_id in blocks.block_ids])
         # All or nothing: until here nothing has changed for others, and what follows cannot fail.
         for blocks in running:
-            if (taken := self._taken.get(blocks.request_id)) is not None:
-                taken.extend(blocks.block_ids)
+            if (num_taken := self._num_taken.get(blocks.request_id)) is not None:
+                num_taken[blocks.group] += len(blocks.block_ids)
         for request_id in ended:
             self.forget(request_id)
         for block_ids in surplus:
@@ -82,13 +88,27 @@ class BlockCollector:
         """What the watched requests that go on have computed since the last step."""
         computed = []
         for progress in step.progress:
-            taken = self._taken.get(progress.request_id)
-            if taken is None or progress.request_id in ended:
+            num_taken = self._num_taken.get(progress.request_id)
+            if num_taken is None or progress.request_id in ended:
                 continue
-            start, stop = len(taken), progress.num_computed_tokens // self._kv_cache.block_size
-            if fresh := progress.block_ids[start:stop]:
-                computed.append(ComputedBlocks(progress.request_id, fresh, progress.keys[start:stop]))
+            stop = progress.num_computed_tokens // self._kv_cache.block_size
+            for group in range(len(progress.groups)):
+                start = _wanted_from(progress, group) + num_taken[group]
+                if start < stop:
+                    computed.append(_computed_blocks(progress, group, start, stop))
         return computed
+
+
+def _wanted_from(held: PrefillProgress | HeldKv, group: int) -> int:
+    return held.wanted_from[group] if held.wanted_from else 0
+
+
+def _computed_blocks(held: PrefillProgress | HeldKv, group: int, start: int, stop: int | None = None) -> ComputedBlocks:
+    """Its blocks number `start` to `stop` (None: to the end, which may be partial and has no key)."""
+    blocks = held.groups[group]
+    block_ids = blocks.block_ids[start - blocks.first : None if stop is None else stop - blocks.first]
+    keys = held.keys[start : start + len(block_ids)]
+    return ComputedBlocks(held.request_id, block_ids, keys + (b"",) * (len(block_ids) - len(keys)), group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +176,7 @@ class ManifestWriter:
         extended = False
         try:
             manifest = await self._host.in_thread(describe_blocks, self._host.memory, blocks.block_ids, blocks.keys)
-            self._leases.extend(item.ticket, manifest)
+            self._leases.extend(item.ticket, manifest, blocks.group)
             extended = True
         except TicketError:
             return  # the request was cancelled meanwhile

@@ -1,4 +1,4 @@
-"""The prefill worker's spans: queue, then one per chunk."""
+"""The prefill worker's spans: queue until the engine's first step with it begins, then one chunk per step."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -6,48 +6,94 @@ from typing import Any
 
 import grpc
 
-from pagewire.tracing import Tracer, now
+from engine.request import StepOutput
+from pagewire.tracing import Span, Tracer
 from pagewire.v1 import prefill_pb2
+from prefill_svc.manifests import ComputedBlocks
 from prefill_svc.service import PrefillServicer
 from prefill_svc.worker import PrefillWorker
 
 
-class TracedPrefillServicer(PrefillServicer):
-    """A PrefillServicer; only workers with tracing have one."""
+class _Parts:
+    """What a request's prefill consists of: it waits, then steps compute a chunk each."""
 
-    def __init__(self, worker: PrefillWorker, tracer: Tracer) -> None:
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._queue: Span | None = span.child("queue")
+        self._num_computed = 0
+
+    def begin(self, num_cached_tokens: int, at: int) -> None:
+        """The first step with it has begun."""
+        if self._queue is not None:
+            self._queue.end(at=at, num_cached_tokens=num_cached_tokens)
+            self._queue = None
+        self._num_computed = num_cached_tokens
+
+    def add_chunk(self, num_computed_tokens: int, started_at: int, ended_at: int) -> None:
+        """A step has computed a part of it. After a preemption its tokens are computed again."""
+        num_tokens = num_computed_tokens - self._num_computed
+        chunk = self._span.child("chunk", started_at=started_at)
+        chunk.end(at=ended_at, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+        self._num_computed = num_computed_tokens
+
+    def end(self, error: BaseException | None) -> None:
+        if self._queue is not None:
+            self._queue.end(error)
+        self._span.end(error)
+
+
+class TracedPrefillWorker(PrefillWorker):
+    """A PrefillWorker that knows the spans of its requests; only workers with tracing have one."""
+
+    def __init__(self, *arguments: Any, tracer: Tracer, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.tracer = tracer
+        self.parts: dict[str, _Parts] = {}
+
+    def _on_step(self, step: StepOutput, collected: list[ComputedBlocks]) -> None:
+        if self.parts and step.ended_at:
+            self._trace(step)
+        super()._on_step(step, collected)
+
+    def _trace(self, step: StepOutput) -> None:
+        ended_at = round(step.ended_at * 1e9)
+        started_at = ended_at - round(step.seconds * 1e9)
+        for request_id, num_cached_tokens in step.cached:
+            if (parts := self.parts.get(request_id)) is not None:
+                parts.begin(num_cached_tokens, started_at)
+        for progress in step.progress:
+            if (parts := self.parts.get(progress.request_id)) is not None:
+                parts.add_chunk(progress.num_computed_tokens, started_at, ended_at)
+
+
+class TracedPrefillServicer(PrefillServicer):
+    """A PrefillServicer that opens and ends the spans."""
+
+    def __init__(self, worker: TracedPrefillWorker) -> None:
         super().__init__(worker)
-        self._tracer = tracer
+        self._traced_worker = worker
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        body = request.request
-        span = self._tracer.start(
-            "prefill", body.traceparent, request_id=body.request_id, num_prompt_tokens=len(body.prompt_token_ids)
+        body, worker = request.request, self._traced_worker
+        parts = _Parts(
+            worker.tracer.start(
+                "prefill", body.traceparent, request_id=body.request_id, num_prompt_tokens=len(body.prompt_token_ids)
+            )
         )
         error: BaseException | None = None
-        last_at, num_computed = now(), -1
+        # A second request with the id of one that runs is refused, and must not take its place.
+        is_first = worker.parts.setdefault(body.request_id, parts) is parts
         stream: Any = super().Prefill(request, context)
         try:
             async with aclosing(stream) as responses:
                 async for response in responses:
-                    if response.HasField("accepted"):
-                        queue = span.child("queue", started_at=last_at)
-                    elif response.HasField("progress"):
-                        progress, at = response.progress, now()
-                        if num_computed < 0:
-                            # Its first step has ended; what was cached tells where it began.
-                            num_computed = progress.num_cached_tokens
-                            queue.end(at=at, num_cached_tokens=progress.num_cached_tokens)
-                            last_at = at
-                        chunk = span.child("chunk", started_at=last_at)
-                        num_tokens = progress.num_computed_tokens - num_computed
-                        chunk.end(at=at, num_tokens=num_tokens, num_computed_tokens=progress.num_computed_tokens)
-                        last_at, num_computed = at, progress.num_computed_tokens
                     yield response
         except BaseException as raised:
             error = raised
             raise
         finally:
-            span.end(error)
+            if is_first:
+                del worker.parts[body.request_id]
+            parts.end(error)

@@ -66,8 +66,9 @@ class PrefillWorker(KvWorker):
             raise
         ticket = b""
         if hand_off:
-            num_tokens = num_prefill_tokens(request)
-            ticket = self.leases.open(request.request_id, num_tokens, request.trace_id, router_id).name
+            groups, num_tokens = self._host.kv_cache.groups, num_prefill_tokens(request)
+            firsts = groups.first_blocks(groups.restart(num_tokens)) if groups.slides else ()
+            ticket = self.leases.open(request.request_id, num_tokens, request.trace_id, router_id, firsts).name
         stream = PrefillStream(request.request_id, ticket, request.trace_id)
         self._streams[request.request_id] = stream
         self._first_tokens[request.request_id] = []

@@ -6,10 +6,13 @@ What workers check themselves (structured output with allowed_token_ids, …) is
 from collections.abc import Callable
 
 from pagewire.errors import InvalidArgument
+from pagewire.sampling import SamplingParams
 from pagewire.wire import MAX_CHOICES
 from router.request import GenerateCall
 
 MAX_BEAMS = 16
+
+_DEFAULTS = SamplingParams()
 
 Test = Callable[[GenerateCall], bool]
 
@@ -43,8 +46,7 @@ FIELDS = {
 }
 """Fields of features that have another name than theirs in `sampling`."""
 
-_NOT_WITH_BEAMS = ("best_of", "logprobs", "prompt_logprobs", "structured_output", "allowed_token_ids", "bad_words",
-                   "logit_bias", "penalties", "min_tokens", "stop", "stop_token_ids")  # fmt: skip
+_NOT_WITH_BEAMS = ("best_of", "logit_bias", "penalties")  # they would change what a beam's score is
 _NOT_WITH_STRUCTURE = ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos")
 
 REFUSED: dict[frozenset[str], str] = {
@@ -60,7 +62,7 @@ def validate_combination(call: GenerateCall) -> None:
     for pair, named in REFUSED.items():
         if pair <= present:
             (other,) = pair - {named}
-            field = FIELDS.get(named, f"sampling.{named}")
+            field = _set_penalty(call) if named == "penalties" else FIELDS.get(named, f"sampling.{named}")
             raise InvalidArgument(field, None, f"is not supported together with {other}")
     if call.best_of is not None and not call.sampling.n <= call.best_of <= MAX_CHOICES:
         limit = f"must be in n = {call.sampling.n} … {MAX_CHOICES}"
@@ -72,11 +74,19 @@ def validate_combination(call: GenerateCall) -> None:
         if call.sampling.n > beams.num_beams:
             limit = f"must be at most beam_search.num_beams = {beams.num_beams}"
             raise InvalidArgument("sampling.n", call.sampling.n, limit)
-        sampling = call.sampling
-        drawn = sampling.temperature not in (0.0, 1.0) or sampling.top_p < 1 or sampling.top_k or sampling.min_p
-        if drawn:
-            raise InvalidArgument(
-                "sampling.temperature", None, "and filters are not supported together with beam_search"
-            )
+        _refuse_drawing(call.sampling)
         if not abs(beams.length_penalty) <= 100:
             raise InvalidArgument("beam_search.length_penalty", beams.length_penalty, "must be in [-100, 100]")
+
+
+def _set_penalty(call: GenerateCall) -> str:
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    return f"sampling.{next(name for name in names if getattr(call.sampling, name) != getattr(_DEFAULTS, name))}"
+
+
+def _refuse_drawing(sampling: SamplingParams) -> None:
+    """A beam search draws nothing; a temperature of 0 or 1 is what clients send who mean nothing by it."""
+    for name, neutral in (("temperature", (0.0, 1.0)), ("top_p", (1.0,)), ("top_k", (0,)), ("min_p", (0.0,))):
+        value = getattr(sampling, name)
+        if value not in neutral:
+            raise InvalidArgument(f"sampling.{name}", value, "is not supported together with beam_search")

@@ -1,10 +1,11 @@
 """A worker failed a request: may another one try, and what is the client told if none may?"""
 
+import re
 from dataclasses import dataclass
 
 import grpc
 
-from pagewire.errors import ADAPTER_NOT_FOUND, PagewireError, Unavailable
+from pagewire.errors import ADAPTER_NOT_FOUND, PagewireError, Unavailable, renamed
 from router.placement import Worker
 
 # A worker that says one of these may be lost or busy; anything else is about the request and is passed on.
@@ -22,6 +23,21 @@ _RETRYABLE = frozenset(
 
 # These say that the worker is full or that the request is to go elsewhere, or they are about the request.
 _OF_THE_WORKER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
+
+
+# Workers' names of fields, in the order in which they are tried, and those of the public API.
+_FIELDS = (
+    (re.compile(r"^request\.params\.bad_words\b"), "text_options.bad_words"),
+    (re.compile(r"^request\.params\."), "sampling."),
+    (re.compile(r"^request\."), ""),
+)
+
+
+def in_the_clients_words(error: PagewireError) -> PagewireError:
+    """What a worker says of a request, with the names of the fields that its client has filled in."""
+    for pattern, name in _FIELDS:
+        error = renamed(error, pattern, name)
+    return error
 
 
 @dataclass(frozen=True, slots=True)

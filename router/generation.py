@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from router.choice import ChoiceOutput
-from router.request import ChoiceSoFar, Logprobs, Piece, Token
+from router.request import ChoiceSoFar, Logprobs, Piece, PromptLogprobs, Token
+
+_PROMPT_LOGPROBS_AT_ONCE = 1024
 
 
 class Generation:
@@ -61,12 +63,16 @@ class Generation:
             self._prompt_logprobs += entries[num_known + 1 - start :][:room]
             self._wake.set()
 
-    async def take_prompt_logprobs(self) -> list[Logprobs]:
-        """Waits for all of them; fewer, if the request has ended before."""
+    async def take_prompt_logprobs(self, prompt_token_ids: Sequence[int]) -> list[PromptLogprobs]:
+        """Waits for all that are wanted, in messages of a bounded size; fewer, if the request has ended before."""
         while len(self._prompt_logprobs) < self._num_prompt_logprobs and not self._closed:
             self._wake.clear()
             await self._wake.wait()
-        return self._prompt_logprobs
+        messages = []
+        for start in range(1, 1 + len(self._prompt_logprobs), _PROMPT_LOGPROBS_AT_ONCE):
+            part = self._prompt_logprobs[start - 1 : start - 1 + _PROMPT_LOGPROBS_AT_ONCE]
+            messages.append(PromptLogprobs(start, tuple(prompt_token_ids[start : start + len(part)]), tuple(part)))
+        return messages
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

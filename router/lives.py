@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pagewire.errors import DeadlineExceeded, PagewireError
+from router.failure import in_the_clients_words
 from router.generation import Generation
 from router.observer import RequestObserver
 from router.placement import Placement, Placer, Worker
@@ -90,7 +91,7 @@ class Lives:
             raise error from None
         except PagewireError as error:
             life.log(logging.WARNING, f"it failed: {error.message}", code=error.code.name)
-            raise
+            raise in_the_clients_words(error) from None
         finally:
             self._running.discard(life)
             generation.close()

@@ -29,7 +29,7 @@ from router.validate import ANY_LENGTH, truncated, validate_call, validate_promp
 
 logger = logging.getLogger(__name__)
 
-_PROMPT_LOGPROBS_AT_ONCE = 1024
+_LOST_PROMPT_LOGPROBS = "log-probabilities of the prompt were lost with the prefill worker"
 
 
 class Pipeline:
@@ -225,7 +225,7 @@ class Pipeline:
         task = asyncio.create_task(self._lives.live(life, generation, arrived + timeout), name="request")
         try:
             yield Started(worker_call.request_id, worker_call.sampling.seed or 0, num_prompt_tokens)
-            async for found in self._prompt_logprobs(worker_call, generation):
+            for found in await generation.take_prompt_logprobs(worker_call.prompt_token_ids):
                 yield found
             ranking = ranking_of(call)
             last_output: dict[int, float] = {}
@@ -241,7 +241,7 @@ class Pipeline:
                         ranking.add(piece)
             await task
             if generation.lacks_prompt_logprobs:
-                raise Unavailable("log-probabilities of the prompt were lost with the prefill worker")
+                raise Unavailable(_LOST_PROMPT_LOGPROBS)
             for piece in () if ranking is None else ranking.best():
                 yield piece
             summary = summary_of(
@@ -259,11 +259,10 @@ class Pipeline:
         self, call: GenerateCall, search: BeamSearch, worker_call: WorkerCall, arrived: float, timeout: float
     ) -> AsyncGenerator[Output]:
         """Nothing comes before the search is over."""
-        skip = call.text_options.skip_special_tokens
-        model = self.model
-        run = BeamRun(worker_call, search, model.tokenizer, model.eos_token_ids, skip_special_tokens=skip)
+        model, num_prompt_tokens = self.model, len(worker_call.prompt_token_ids)
+        run = BeamRun(worker_call, search, model.tokenizer, model.eos_token_ids, call.text_options)
         # Of the first step, which has the prompt; lives and their output so far are not kept.
-        first: list[Summary] = []
+        first: list[tuple[Summary, list[PromptLogprobs]]] = []
 
         async def live(step: WorkerCall, generation: Generation) -> None:
             life = self._lives.begin(step, generation, arrived + timeout)
@@ -272,33 +271,30 @@ class Pipeline:
             finally:
                 self._lives.count_faults(life)
             if not first:
-                num_prompt_tokens = len(worker_call.prompt_token_ids)
-                first.append(summary_of(life, 0, num_prompt_tokens, arrived, self._services.clock()))
+                if generation.lacks_prompt_logprobs:
+                    raise Unavailable(_LOST_PROMPT_LOGPROBS)
+                prompt = await generation.take_prompt_logprobs(step.prompt_token_ids)
+                first.append((summary_of(life, 0, num_prompt_tokens, arrived, self._services.clock()), prompt))
 
-        yield Started(worker_call.request_id, worker_call.sampling.seed or 0)
+        yield Started(worker_call.request_id, worker_call.sampling.seed or 0, num_prompt_tokens)
         await run.run(live)
+        summary, prompt_logprobs = first[0]
+        for found in prompt_logprobs:
+            yield found
         pieces = run.pieces(call.sampling.n)
         for piece in pieces:
             self._observer.output(piece, None)
             yield piece
         summary = replace(
-            first[0],
+            summary,
             completion_tokens=sum(len(piece.token_ids) for piece in pieces),
             total_ms=1e3 * (self._services.clock() - arrived),
         )
         self._observer.finished(summary)
         yield summary
 
-    async def _prompt_logprobs(self, worker_call: WorkerCall, generation: Generation) -> AsyncGenerator[PromptLogprobs]:
-        """In messages of a bounded size."""
-        if worker_call.sampling.prompt_logprobs is None:
-            return
-        entries = await generation.take_prompt_logprobs()
-        for begin in range(0, len(entries), _PROMPT_LOGPROBS_AT_ONCE):
-            part = entries[begin : begin + _PROMPT_LOGPROBS_AT_ONCE]
-            token_ids = worker_call.prompt_token_ids[begin + 1 : begin + 1 + len(part)]
-            yield PromptLogprobs(begin + 1, token_ids, tuple(part))
-
     def _out_of_time(self) -> DeadlineExceeded:
-        message = f"the request did not end within its deadline (request_timeout = {self._timeout:g} s)"
+        message = (
+            f"the request did not end within its deadline (its client's, or request_timeout = {self._timeout:g} s)"
+        )
         return DeadlineExceeded(message)

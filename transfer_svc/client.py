@@ -55,6 +55,7 @@ class ReadyBlocks:
     first_block: int
     blocks: tuple[RemoteBlock, ...]
     keys: tuple[bytes, ...]
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +138,18 @@ class TransferClient:
         return AttachedPrefix(response.ticket, response.epoch, response.lease_ms / 1000, response.num_blocks)
 
     async def pull(
-        self, ticket: bytes, epoch: int, first_block: int, plane: Plane
+        self, ticket: bytes, epoch: int, first_block: int, plane: Plane, first_blocks: Sequence[int] = ()
     ) -> AsyncGenerator[BlockFrame | ReadyBlocks | PulledEnd, None]:
-        """What the sender streams; FrameError for bytes that are no event of this pull. Closing it ends the RPC."""
+        """What the sender streams; `first_blocks` are wanted of KV groups 1, 2, ….
+
+        FrameError for bytes that are no event of this pull. Closing it ends the RPC.
+        """
         request = transfer_pb2.PullRequest(
             ticket=ticket,
             epoch=epoch,
             first_block=first_block,
             plane=transfer_pb2.TransferPlane.ValueType(plane.value),
+            first_blocks=first_blocks,
         )
         call = self._pull(request)
         try:
@@ -153,7 +158,7 @@ class TransferClient:
                 if isinstance(event, transfer_pb2.PullEnd):
                     yield _end(event, await call.trailing_metadata())
                     return
-                if (event.ticket, event.epoch, event.group) != (ticket, epoch, 0):
+                if (event.ticket, event.epoch) != (ticket, epoch) or event.group > len(first_blocks):
                     raise FrameError(f"blocks of epoch {event.epoch} in the pull of epoch {epoch}")
                 yield event if isinstance(event, BlockFrame) else _ready(event)
             raise FrameError("the pull ended without its end")
@@ -217,6 +222,7 @@ def _ready(ready: transfer_pb2.BlocksReady) -> ReadyBlocks:
         first_block=ready.first_block,
         blocks=tuple(RemoteBlock(block.slot, block.generation, block.checksum) for block in ready.blocks),
         keys=tuple(block.key for block in ready.blocks),
+        group=ready.group,
     )
 
 

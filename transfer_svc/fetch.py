@@ -116,7 +116,12 @@ class PrefixFetcher:
         """False if `fetch` would do nothing."""
         longest = max((source.num_blocks for source in sources), default=0)
         is_on = self.settings.mode != "off" and self._cache.enable_caching
-        return is_on and longest * self._cache.block_size >= self.settings.min_tokens
+        return is_on and self._keeps_what_comes and longest * self._cache.block_size >= self.settings.min_tokens
+
+    @property
+    def _keeps_what_comes(self) -> bool:
+        """Not where all layers slide: only a chain's end would come, and nobody finds it without its beginning."""
+        return self._cache.groups.groups[0].window is None
 
     async def fetch(
         self,
@@ -133,7 +138,7 @@ class PrefixFetcher:
         Nothing but a cancellation is raised. The last token is computed in any case, so it is not fetched. Afterwards
         no reference and no ticket is held. `always`: somebody asks for it, whatever computing would cost.
         """
-        if not always and not self.wants(sources):
+        if not (self._keeps_what_comes if always else self.wants(sources)):
             return 0
         try:
             return await self._fetch(request_id, token_ids, cache_salt, sources, adapter, always)
@@ -155,7 +160,8 @@ class PrefixFetcher:
         tokens = token_ids[: (len(token_ids) - 1) // size * size]
         prefix = VerifiedPrefix(tokens, self._host, self._reservations, self._worker_metrics)
         try:
-            await prefix.match(cache_salt, adapter)
+            await prefix.match(cache_salt, adapter, as_hit=True)
+            num_before = prefix.num_blocks
             self.count_loaded(prefix)
             await self._wait_for_flights(prefix)
             stop = min(len(prefix.keys), max((source.num_blocks for source in sources), default=0))
@@ -171,7 +177,7 @@ class PrefixFetcher:
                 flight.set()
             if prefix.num_blocks < stop:
                 self.metrics.unfetched(reason, (stop - prefix.num_blocks) * size)
-            return len(prefix.arrivals) * size + prefix.num_loaded_tokens
+            return (prefix.num_blocks - num_before) * size + prefix.num_loaded_tokens
         finally:
             prefix.release()
 
@@ -226,7 +232,8 @@ class PrefixFetcher:
     ) -> tuple[_Offer | None, str]:
         """The largest saving; or None and why there is none (empty: nobody has more)."""
         size, settings, here = self._cache.block_size, self.settings, prefix.num_blocks
-        room = self._cache.num_free - self._host.load.num_running - max(0, self._num_lacking())
+        num_growing = self._host.load.num_running * len(self._cache.groups)
+        room = self._cache.num_free - num_growing - max(0, self._num_lacking())
         now = asyncio.get_running_loop().time()
         planes = {peer.endpoint: peer.plane for peer in self._peers.connected()}
         best: _Offer | None = None
@@ -235,9 +242,10 @@ class PrefixFetcher:
             stop = min(source.num_blocks, len(prefix.keys))
             if stop <= here:
                 continue
-            gain = min(stop - here, room)
+            gain = prefix.deepest(stop, room) - here
+            num_bytes = prefix.num_lacking(here + gain) * self._block_bytes
             compute = self.rates.compute_seconds(gain * size)
-            fetch = self.rates.fetch_seconds(source.endpoint, planes.get(source.endpoint), gain * self._block_bytes)
+            fetch = self.rates.fetch_seconds(source.endpoint, planes.get(source.endpoint), num_bytes)
             if self._avoided.get((source.endpoint, source.incarnation), now) > now:
                 reasons.append("avoided")
             elif not always and (stop - here) * size < settings.min_tokens:
@@ -254,7 +262,7 @@ class PrefixFetcher:
     async def _transfer(self, prefix: VerifiedPrefix, tokens: Sequence[int], offer: _Offer) -> None:
         """Raises _Failed. What came is counted, and measured, whatever happens."""
         source, clock = offer.source, asyncio.get_running_loop().time
-        started_at, num_before = clock(), len(prefix.arrivals)
+        started_at, num_before, num_tokens_before = clock(), len(prefix.arrivals), prefix.num_arrived_tokens
         try:
             peer = await self._peers.get(source.endpoint, source.incarnation)
         except PagewireError as error:
@@ -266,6 +274,7 @@ class PrefixFetcher:
         try:
             async with peer.while_it_answers():
                 attached = await asyncio.shield(asking)
+                prefix.aim(attached.num_blocks)
                 prefix.cover(attached.num_blocks * self._cache.block_size)
                 await self._pull(prefix, peer, attached)
         except PagewireError as error:
@@ -275,7 +284,8 @@ class PrefixFetcher:
             self._spawn(self._give_back(peer, asking), "prefix-release")
             arrivals = prefix.arrivals[num_before:]
             if arrivals or not is_unused:
-                self._observe(source, peer, arrivals, connected_at, clock())
+                num_tokens = prefix.num_arrived_tokens - num_tokens_before
+                self._observe(source, peer, arrivals, num_tokens, connected_at, clock())
         logger.debug("%d blocks from %s in %.3f s", len(arrivals), source.worker_id, clock() - started_at)
 
     async def _pull(self, prefix: VerifiedPrefix, peer: Peer, attached: AttachedPrefix) -> None:
@@ -315,7 +325,13 @@ class PrefixFetcher:
             self._peers.put_back(peer)
 
     def _observe(
-        self, source: PrefixSource, peer: Peer, arrivals: Sequence[float], started_at: float, now: float
+        self,
+        source: PrefixSource,
+        peer: Peer,
+        arrivals: Sequence[float],
+        num_tokens: int,
+        started_at: float,
+        now: float,
     ) -> None:
         num_blocks, size = len(arrivals), self._block_bytes
         first_at = arrivals[0] if arrivals else now
@@ -325,7 +341,6 @@ class PrefixFetcher:
             num_blocks * size, last_at - started_at, num_first * size, first_at - started_at
         )
         if num_blocks:
-            num_tokens = num_blocks * self._cache.block_size
             self.metrics.fetched(source.role, num_blocks, num_tokens, num_blocks * size)
 
     def _note_failure(self, request_id: str, source: PrefixSource, failed: _Failed, num_tokens: int) -> None:

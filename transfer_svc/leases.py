@@ -71,8 +71,10 @@ class PrefillResult:
 class Ticket:
     """One request's KV while others may read it, with one reference on each block of `block_ids`.
 
-    `blocks` begin at index `first_block` of the sequence. A lent ticket also holds the `leading_ids` before them, since
-    who holds a block of a chain holds all before it, and the `pending_ids` whose checksums are still to be computed.
+    `blocks` begin at index `first_block` of the sequence. They are those of KV group 0; `others` are the other groups',
+    which begin at `first_blocks` (by group; empty: one group that keeps everything). A lent ticket also holds the
+    `leading_ids` before them, since who holds a block of a chain holds all before it, and the `pending_ids` (and
+    `pending_others`) whose checksums are still to be computed.
 
     `holder_left_at`: its holder's connection broke then, and nothing was heard of the holder since. `router_left_at`:
     the same of the router that asked for it.
@@ -87,6 +89,8 @@ class Ticket:
     holder: str = ""
     num_cached_tokens: int = 0
     blocks: list[ManifestBlock] = field(default_factory=list)
+    first_blocks: tuple[int, ...] = ()
+    others: list[list[ManifestBlock]] = field(default_factory=list)
     result: PrefillResult | None = None
     expires_at: float = 0.0
     leased_at: float = 0.0
@@ -97,18 +101,35 @@ class Ticket:
     trace_id: str = ""
     leading_ids: tuple[int, ...] = ()
     pending_ids: list[int] = field(default_factory=list)
+    pending_others: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.others = [[] for _ in self.first_blocks[1:]]
 
     @property
     def first_block(self) -> int:
-        return len(self.leading_ids)
+        return self.first_blocks[0] if self.first_blocks else len(self.leading_ids)
+
+    @property
+    def num_groups(self) -> int:
+        return 1 + len(self.others)
+
+    def of_group(self, group: int) -> tuple[int, list[ManifestBlock]]:
+        """The index in the sequence of a KV group's first block, and its blocks so far."""
+        return (self.first_blocks[group], self.others[group - 1]) if group else (self.first_block, self.blocks)
 
     @property
     def num_blocks(self) -> int:
-        return len(self.leading_ids) + len(self.blocks) + len(self.pending_ids)
+        """In all groups."""
+        num_others = sum(map(len, self.others)) + sum(map(len, self.pending_others))
+        return len(self.leading_ids) + len(self.blocks) + len(self.pending_ids) + num_others
 
     @property
     def block_ids(self) -> list[int]:
-        return [*self.leading_ids, *(block.block_id for block in self.blocks), *self.pending_ids]
+        """In all groups, those before `first_block` too."""
+        own = [*self.leading_ids, *(block.block_id for block in self.blocks), *self.pending_ids]
+        others = [block.block_id for blocks in self.others for block in blocks]
+        return [*others, *(block_id for block_ids in self.pending_others for block_id in block_ids), *own]
 
     @property
     def orphaned_at(self) -> float | None:
@@ -160,21 +181,43 @@ class LeaseTable:
         names = (name for name in reversed(self._tickets) if self._tickets[name].request_id == request_id)
         return next(names, None)
 
-    def open(self, request_id: str, num_tokens: int, trace_id: str = "", router_id: str = "") -> Ticket:
-        """A new ticket; the caller's Prefill stream owns it until `complete`. `trace_id` is for log lines."""
-        ticket = Ticket(self._random_bytes(TICKET_BYTES), request_id, num_tokens, self.lease_seconds, trace_id=trace_id)
+    def open(
+        self,
+        request_id: str,
+        num_tokens: int,
+        trace_id: str = "",
+        router_id: str = "",
+        first_blocks: Sequence[int] = (),
+    ) -> Ticket:
+        """A new ticket; the caller's Prefill stream owns it until `complete`. `trace_id` is for log lines.
+
+        `first_blocks`: where the manifest of each KV group begins, if there are several or the only one slides.
+        """
+        name, firsts = self._random_bytes(TICKET_BYTES), tuple(first_blocks)
+        ticket = Ticket(name, request_id, num_tokens, self.lease_seconds, trace_id=trace_id, first_blocks=firsts)
         ticket.router_id = router_id
         self._tickets[ticket.name] = ticket
         return ticket
 
     def lend(
-        self, holder: str, block_ids: Sequence[int], first_block: int, num_tokens: int, lease_seconds: float, now: float
+        self,
+        holder: str,
+        block_ids: Sequence[int],
+        first_block: int,
+        num_tokens: int,
+        lease_seconds: float,
+        now: float,
+        first_blocks: Sequence[int] = (),
+        others: Sequence[Sequence[int]] = (),
     ) -> Ticket:
         """A ticket over cached blocks, attached by `holder`; the references on all of `block_ids` pass to it.
 
-        `extend` makes those from `first_block` on readable, in order; with the last one the ticket has its result.
+        `extend` makes those from number `first_block` of them on readable, in order; with the last one the ticket
+        has its result. `others` are the other KV groups' blocks, and `first_blocks` where in the sequence each begins.
         """
-        ticket = Ticket(self._random_bytes(TICKET_BYTES), f"lent to {holder}", num_tokens, lease_seconds)
+        name, firsts = self._random_bytes(TICKET_BYTES), tuple(first_blocks)
+        ticket = Ticket(name, f"lent to {holder}", num_tokens, lease_seconds, first_blocks=firsts)
+        ticket.pending_others = [list(each) for each in others]
         ticket.state, ticket.epoch, ticket.holder = TicketState.LENT, 1, holder
         ticket.leased_at, ticket.expires_at = now, now + lease_seconds
         ticket.num_cached_tokens = num_tokens
@@ -187,13 +230,14 @@ class LeaseTable:
         if (ticket := self._tickets.get(name)) is not None:
             ticket.num_cached_tokens = num_cached_tokens
 
-    def extend(self, name: bytes, blocks: Iterable[ManifestBlock]) -> None:
-        """More blocks can be read; the references on them pass to the ticket. Raises UnknownTicket."""
+    def extend(self, name: bytes, blocks: Iterable[ManifestBlock], group: int = 0) -> None:
+        """More blocks of a KV group can be read; the references on them pass to the ticket. Raises UnknownTicket."""
         ticket, more = self._get(name), list(blocks)
-        ticket.blocks += more
+        ticket.of_group(group)[1].extend(more)
         if ticket.state is TicketState.LENT:
-            del ticket.pending_ids[: len(more)]
-            if not ticket.pending_ids:
+            pending = ticket.pending_others[group - 1] if group else ticket.pending_ids
+            del pending[: len(more)]
+            if not ticket.pending_ids and not any(ticket.pending_others):
                 ticket.result = PrefillResult(ticket.num_tokens, ticket.num_tokens, (), ticket.leased_at)
 
     def complete(self, name: bytes, result: PrefillResult, now: float) -> list[int]:
@@ -210,7 +254,7 @@ class LeaseTable:
         ticket.expires_at = now + ticket.lease_seconds
         if not result.all_finished or ticket.epoch:
             return []
-        block_ids, ticket.blocks = ticket.block_ids, []
+        block_ids, ticket.blocks, ticket.others = ticket.block_ids, [], [[] for _ in ticket.others]
         return block_ids
 
     def attach(self, name: bytes, holder: str, now: float) -> Ticket:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.host import EngineHost
+from kvstore.kv_groups import HeldBlocks
 from pagewire.errors import NotFound, ResourceExhausted
 from pagewire.fetch_metrics import FetchMetrics
 from transfer_svc.leases import LeaseTable, Ticket, TicketError
@@ -64,22 +65,33 @@ class Lender:
 
         Raises NotFound or ResourceExhausted; then nothing is held.
         """
-        most = self._most_blocks()
+        most = self._cache.groups.deepest_hit(self._most_blocks(), len(keys))
         if most <= first_block:
             raise self._refused()
-        block_ids = self._cache.match(keys[:most], token_ids)
-        if len(block_ids) <= first_block:
-            self._cache.release(block_ids)
-            raise NotFound(f"{len(block_ids)} leading blocks are cached here", reason="PREFIX_GONE")
+        held = self._cache.match_groups(keys[:most], token_ids)
+        depth = held[0].end
+        if depth <= first_block:
+            self._release(held)
+            raise NotFound(f"{depth} leading blocks are cached here", reason="PREFIX_GONE")
         if self._num_lacking() > 0:  # since these are not free any more
-            self._cache.release(block_ids)
+            self._release(held)
             raise self._refused()
-        num_tokens, seconds = len(block_ids) * self._cache.block_size, self._lease_seconds
-        ticket = self._leases.lend(holder, block_ids, first_block, num_tokens, seconds, self._clock())
-        task = asyncio.create_task(self._describe(ticket.name, block_ids, keys, first_block), name="lend-checksums")
+        own, *others = held
+        firsts = [max(first_block, own.first), *(blocks.first for blocks in others)]
+        ticket = self._leases.lend(
+            holder,
+            own.block_ids,
+            firsts[0] - own.first,
+            depth * self._cache.block_size,
+            self._lease_seconds,
+            self._clock(),
+            firsts if self._cache.groups.slides else (),
+            [blocks.block_ids for blocks in others],
+        )
+        task = asyncio.create_task(self._describe(ticket.name, held, keys, firsts), name="lend-checksums")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self._metrics.lent_blocks.inc(len(block_ids) - first_block)
+        self._metrics.lent_blocks.inc(sum(blocks.end - first for blocks, first in zip(held, firsts, strict=True)))
         self._observe()
         return ticket
 
@@ -110,14 +122,21 @@ class Lender:
     def _observe(self) -> None:
         self._metrics.num_lent_tickets.set(len(self._leases.lent))
 
-    async def _describe(self, name: bytes, block_ids: Sequence[int], keys: Sequence[bytes], first_block: int) -> None:
-        for start in range(first_block, len(block_ids), MAX_BLOCKS_PER_RUN):
-            stop = min(start + MAX_BLOCKS_PER_RUN, len(block_ids))
-            manifest = await self._host.in_thread(
-                describe_blocks, self._host.memory, block_ids[start:stop], keys[start:stop]
-            )
-            try:
-                self._leases.extend(name, manifest)
-            except TicketError:
-                return  # released, expired or revoked meanwhile; the checksums of what lay there since are for nobody
-            self._sender.wake(name)
+    def _release(self, held: Sequence[HeldBlocks]) -> None:
+        for blocks in reversed(held):
+            self._cache.release(blocks.block_ids)
+
+    async def _describe(
+        self, name: bytes, held: Sequence[HeldBlocks], keys: Sequence[bytes], firsts: Sequence[int]
+    ) -> None:
+        """Group by group, from number `firsts` of each on."""
+        for group, (blocks, first) in enumerate(zip(held, firsts, strict=True)):
+            for start in range(first, blocks.end, MAX_BLOCKS_PER_RUN):
+                stop = min(start + MAX_BLOCKS_PER_RUN, blocks.end)
+                block_ids = blocks.block_ids[start - blocks.first : stop - blocks.first]
+                manifest = await self._host.in_thread(describe_blocks, self._host.memory, block_ids, keys[start:stop])
+                try:
+                    self._leases.extend(name, manifest, group)
+                except TicketError:
+                    return  # released, expired or revoked meanwhile: the checksums are for nobody
+                self._sender.wake(name)

@@ -2,6 +2,9 @@
 
 A block is taken when the sender's is ready, copied, its checksum verified on the copy, its key compared with our own
 computation, and committed. So whatever happens to the transfer, what is here can be used.
+
+Of a KV group with a window only the blocks are brought that the sequence will see where it goes on; until they are all
+here the sequence cannot go on, but what has come is cached.
 """
 
 import asyncio
@@ -16,6 +19,7 @@ from engine.transfer.frames import ZERO_KEY, BlockFrame, FrameError
 from engine.transfer.landing import Landing
 from engine.transfer.nixl_read import BLOCKS_PER_READ
 from engine.transfer.plane import BlockReceiver, Plane, block_address, block_bytes
+from kvstore.kv_groups import HeldBlocks
 from pagewire.metrics import WorkerMetrics
 from transfer_svc.client import PulledEnd, ReadyBlocks
 from transfer_svc.reservations import Reservation, Reservations
@@ -37,6 +41,7 @@ class VerifiedPrefix:
         self, token_ids: Sequence[int], host: EngineHost[Any], reservations: Reservations, metrics: WorkerMetrics
     ) -> None:
         self.arrivals: list[float] = []  # when each pulled block came, by the event loop's clock
+        self.num_arrived_tokens = 0  # those of the pulled blocks of KV group 0
         self.loaded: tuple[tuple[str, int], ...] = ()  # tokens that this worker's tiers had, by tier
         self._token_ids = token_ids
         self._host = host
@@ -46,8 +51,11 @@ class VerifiedPrefix:
         self._keys: list[bytes] = []
         self._cache_salt = ""
         self._adapter: AdapterId | None = None
-        self._block_ids: list[int] = []
-        self._part: int | None = None  # the next block, if some parts of it have arrived
+        self._groups = self._cache.groups
+        # By KV group: the number of its first block that is wanted, and the blocks from there on.
+        self._firsts = self._groups.first_blocks(self._groups.restart(len(token_ids)))
+        self._tables: list[list[int]] = [[] for _ in self._firsts]
+        self._part: tuple[int, int] | None = None  # the next block, if some parts of it have arrived, and its group
         self._part_bytes = 0
         self._num_covered = 0  # tokens of which somebody has KV: the sender, or this worker's cache
 
@@ -57,32 +65,60 @@ class VerifiedPrefix:
         return self._keys
 
     @property
-    def num_blocks(self) -> int:
-        return len(self._block_ids)
+    def next_blocks(self) -> tuple[int, ...]:
+        """By KV group the number in the sequence of the next block that is missing."""
+        return tuple(first + len(table) for first, table in zip(self._firsts, self._tables, strict=True))
 
     @property
     def num_tokens(self) -> int:
-        """Leading tokens whose KV is here and verified."""
-        return min(len(self._block_ids) * self._cache.block_size, self._num_covered)
+        """Leading tokens whose KV is here and verified, as far as a sequence can go on behind them."""
+        num_tokens = min(min(self.next_blocks) * self._cache.block_size, self._num_covered)
+        return num_tokens if self._can_go_on(num_tokens) else 0
 
-    async def match(self, cache_salt: str, adapter: AdapterId | None = None) -> None:
-        """Computes the keys and takes the leading blocks that are here already, in the pool or below it."""
+    @property
+    def num_blocks(self) -> int:
+        """Leading full blocks, likewise."""
+        return self.num_tokens // self._cache.block_size
+
+    def num_lacking(self, depth: int) -> int:
+        """Blocks of the pool, at most, that are missing for a sequence to go on behind `depth` blocks."""
+        if self._groups.is_plain:
+            return depth - self.num_blocks
+        kept = min(len(self._tables[0]), depth) if self._groups.groups[0].window is None else 0
+        return self._groups.num_hit_blocks(depth) - kept
+
+    def deepest(self, most: int, num_blocks: int) -> int:
+        """The largest depth, up to `most`, for which no more than `num_blocks` blocks of the pool are missing."""
+        depth = most
+        while depth > self.num_blocks and self.num_lacking(depth) > num_blocks:
+            excess = self.num_lacking(depth) - num_blocks
+            depth -= max(1, excess // len(self._groups))
+        return max(depth, self.num_blocks)
+
+    async def match(self, cache_salt: str, adapter: AdapterId | None = None, *, as_hit: bool = False) -> None:
+        """Computes the keys and takes the leading blocks that are here already, in the pool or below it.
+
+        `as_hit`: what the engine would find, else what it needs at the end of the tokens.
+        """
         self._cache_salt, self._adapter = cache_salt, adapter
         keys_for = partial(self._cache.keys_for, adapter=b"" if adapter is None else adapter.key)
         self._keys = await self._host.in_thread(keys_for, self._token_ids, cache_salt)
-        self.match_again()
+        if as_hit and not self._groups.is_plain:
+            self.aim(self._cache.hit_depth(self._keys))
+        else:
+            self.match_again()
         found = await load_from_tiers(
             self._host,
             self._keys,
             self._token_ids,
-            len(self._block_ids),
+            self.next_blocks[0],
             cache_salt,
             "" if adapter is None else adapter.name,
             max_blocks=self._reservations.num_spare,
         )
-        self._block_ids += found.block_ids
+        self._tables[0] += found.block_ids
         self.loaded = found.num_tokens
-        self.cover(len(self._block_ids) * self._cache.block_size)
+        self._cover_what_is_here()
 
     @property
     def num_loaded_tokens(self) -> int:
@@ -90,17 +126,47 @@ class VerifiedPrefix:
 
     def match_again(self) -> None:
         """After `release`: takes what is still here."""
-        self._block_ids = self._cache.match(self._keys, self._token_ids)
-        self.cover(len(self._block_ids) * self._cache.block_size)
+        self._tables = [
+            self._cache.match_run(group, self._keys, self._token_ids, first) for group, first in enumerate(self._firsts)
+        ]
+        self._cover_what_is_here()
 
     def match_further(self) -> None:
         """Takes what has come into the cache behind the blocks that are here."""
         self.drop_part()
-        found = self._cache.match(self._keys, self._token_ids)
-        if len(found) > len(self._block_ids):
-            found, self._block_ids = self._block_ids, found
-            self.cover(len(self._block_ids) * self._cache.block_size)
-        self._cache.release(found)
+        if self._groups.is_plain:
+            before, num_before = self._tables, self.next_blocks[0]
+            self.match_again()
+            if self.next_blocks[0] <= num_before:
+                before, self._tables = self._tables, before
+            self._cache.release(before[0])
+        elif (depth := self._cache.hit_depth(self._keys)) > self.num_blocks:
+            self.aim(depth)
+
+    def take_over(self, num_tokens: int) -> None:
+        """A ticket covers so many tokens: the sequence is to go on at their end, which may come before its own."""
+        end = min(num_tokens, len(self._token_ids))
+        self.cover(end)
+        firsts = self._groups.first_blocks(self._groups.restart(end))
+        if firsts != self._firsts:
+            before, self._firsts = self._tables, firsts
+            self.match_again()
+            for table in before:
+                self._cache.release(table)
+
+    def aim(self, depth: int) -> None:
+        """From now on the sequence is to go on behind `depth` blocks: that is what a group with a window needs."""
+        if self._groups.is_plain:
+            return
+        size, before = self._cache.block_size, self._tables
+        self._firsts = self._groups.first_blocks(depth * size)
+        self._tables = [
+            self._cache.match_run(group, self._keys, self._token_ids, first, depth)
+            for group, first in enumerate(self._firsts)
+        ]
+        for table in before:
+            self._cache.release(table)
+        self._cover_what_is_here()
 
     def cover(self, num_tokens: int) -> None:
         """Somebody has the KV of this many leading tokens."""
@@ -109,15 +175,16 @@ class VerifiedPrefix:
     def release(self) -> None:
         """Gives back every block."""
         self.drop_part()
-        block_ids, self._block_ids = self._block_ids, []
-        if block_ids:
-            self._cache.release(block_ids)
+        tables, self._tables = self._tables, [[] for _ in self._firsts]
+        for table in tables:
+            self._cache.release(table)
+        if any(tables):
             self._host.announce()
 
     def drop_part(self) -> None:
         """Gives back a block of which only some parts have come."""
         if self._part is not None:
-            self._cache.release([self._part])
+            self._cache.release(self._part[:1])
             self._part = None
             self._host.announce()
 
@@ -133,10 +200,23 @@ class VerifiedPrefix:
             if num_tokens // size < len(self._keys):
                 num_tokens -= num_tokens % size  # a committed block is immutable
         num_blocks = self._cache.num_blocks_for(num_tokens)
-        adopted, rest = self._block_ids[:num_blocks], self._block_ids[num_blocks:]
-        self._block_ids = []
-        self._cache.release(rest)
-        return AdoptedKv(tuple(adopted), num_tokens) if adopted else None
+        if not num_blocks or not self._can_go_on(num_tokens):
+            self.release()  # what has come is cached; the engine makes of it what it can
+            return None
+        held = []
+        for first, table in zip(self._firsts, self._tables, strict=True):
+            held.append(HeldBlocks(first, tuple(table[: num_blocks - first])))
+            self._cache.release(table[num_blocks - first :])
+        self._tables = [[] for _ in self._firsts]
+        return AdoptedKv(held[0].block_ids, num_tokens, held[0].first, tuple(held[1:]))
+
+    def _can_go_on(self, num_tokens: int) -> bool:
+        """Whether every group has what the token behind so many sees."""
+        wanted = self._groups.first_blocks(num_tokens)
+        return all(first <= seen for first, seen in zip(self._firsts, wanted, strict=True))
+
+    def _cover_what_is_here(self) -> None:
+        self.cover(min(self.next_blocks) * self._cache.block_size)
 
     def check_is_whole(self, end: PulledEnd) -> None:
         """Raises FrameError if blocks are missing that somebody needs."""
@@ -154,7 +234,7 @@ class VerifiedPrefix:
         NIXL waits for the sender: on a thread of its own kind, in turns, and for one READ at a time, so that what came
         before a sender froze is kept.
         """
-        self._check_place(ready.first_block, ready.keys)
+        self._check_place(ready.group, ready.first_block, ready.keys)
         done, waits = 0, receiver.plane is Plane.NIXL
         while done < len(ready.blocks):
             if receiver.plane is Plane.SHM_RING and not self._reservations.has_room(mine):
@@ -165,13 +245,13 @@ class VerifiedPrefix:
             addresses = [block_address(self._host.memory, block_id) for block_id in block_ids]
             landing = Landing()
             copy = partial(receiver.read, blocks, addresses, landing)
-            await self._fill(block_ids, landing, copy, turns=turns if waits else None)
+            await self._fill(ready.group, block_ids, landing, copy, turns=turns if waits else None)
             done += len(block_ids)
 
     async def take_frame(self, frame: BlockFrame, mine: Reservation) -> None:
         """Copies blocks, or a part of one, out of a frame."""
         size = block_bytes(self._host.memory)
-        self._check_place(frame.first_block, frame.keys)
+        self._check_place(frame.group, frame.first_block, frame.keys)
         if len(frame.checksums) == 1 and len(frame.payload) < size:
             await self._take_part(frame, mine)
             return
@@ -184,26 +264,32 @@ class VerifiedPrefix:
             payload = memoryview(frame.payload)[done * size : end * size]
             digests = frame.checksums[done:end]
             copy = partial(copy_blocks, self._host.memory, block_ids, payload, digests)
-            await self._fill(block_ids, Landing(), copy)
+            await self._fill(frame.group, block_ids, Landing(), copy)
             done = end
 
     async def _take_part(self, frame: BlockFrame, mine: Reservation) -> None:
         size = block_bytes(self._host.memory)
         if frame.offset == 0:
             self.drop_part()
-            (self._part,) = await self._reservations.allocate(mine, 1)
-            self._part_bytes = 0
-        if self._part is None or frame.offset != self._part_bytes or frame.offset + len(frame.payload) > size:
+            (block_id,) = await self._reservations.allocate(mine, 1)
+            self._part, self._part_bytes = (block_id, frame.group), 0
+        follows = self._part is not None and self._part[1] == frame.group and frame.offset == self._part_bytes
+        if self._part is None or not follows or frame.offset + len(frame.payload) > size:
             raise FrameError(f"a part at offset {frame.offset} that does not follow the one before it")
-        address = block_address(self._host.memory, self._part) + frame.offset
+        address = block_address(self._host.memory, self._part[0]) + frame.offset
         await self._host.in_thread(copy_part, address, frame.payload, frame.checksums[0])
         self._part_bytes += len(frame.payload)
         if self._part_bytes == size:
-            block_ids, self._part = [self._part], None
-            self._commit(block_ids)
+            block_ids, self._part = [self._part[0]], None
+            self._commit(frame.group, block_ids)
 
     async def _fill(
-        self, block_ids: list[int], landing: Landing, copy: Callable[[], None], turns: asyncio.Semaphore | None = None
+        self,
+        group: int,
+        block_ids: list[int],
+        landing: Landing,
+        copy: Callable[[], None],
+        turns: asyncio.Semaphore | None = None,
     ) -> None:
         """Copies on a thread and commits; if that fails the blocks are given back when nothing lands there.
 
@@ -218,29 +304,31 @@ class VerifiedPrefix:
         except BaseException:
             self._host.quarantine.release(block_ids, landing)
             raise
-        self._commit(block_ids)
+        self._commit(group, block_ids)
 
-    def _commit(self, block_ids: list[int]) -> None:
+    def _commit(self, group: int, block_ids: list[int]) -> None:
         size, now = self._cache.block_size, asyncio.get_running_loop().time()
         for block_id in block_ids:
-            i = len(self._block_ids)
+            i = self.next_blocks[group]
             if (i + 1) * size <= self._num_covered:
                 tokens, parent = self._token_ids[i * size : (i + 1) * size], self._keys[i - 1] if i else None
                 name = "" if self._adapter is None else self._adapter.name
                 block_id = self._cache.commit(
-                    block_id, self._keys[i], tokens, parent, self._cache_salt, name, is_received=True
+                    block_id, self._keys[i], tokens, parent, self._cache_salt, name, group=group, is_received=True
                 )
-            self._block_ids.append(block_id)
+            self._tables[group].append(block_id)
             self.arrivals.append(now)
+        self.num_arrived_tokens += 0 if group else len(block_ids) * size
         self._host.flush_events()
         self._metrics.transfer_blocks.inc(len(block_ids))
         self._metrics.transfer_bytes.inc(len(block_ids) * block_bytes(self._host.memory))
 
-    def _check_place(self, first_block: int, keys: Sequence[bytes]) -> None:
+    def _check_place(self, group: int, first_block: int, keys: Sequence[bytes]) -> None:
         """The blocks are the next ones, and what the sender computed is what this prompt needs."""
         stop = first_block + len(keys)
-        if first_block != len(self._block_ids) or stop > self._cache.num_blocks_for(self._num_covered):
-            raise FrameError(f"blocks {first_block} … {stop - 1} where block {len(self._block_ids)} was to come")
+        here = self.next_blocks[group]
+        if first_block != here or stop > self._cache.num_blocks_for(self._num_covered):
+            raise FrameError(f"blocks {first_block} … {stop - 1} where block {here} was to come")
         for i, key in enumerate(keys, first_block):
             is_full = (i + 1) * self._cache.block_size <= self._num_covered
             if (key or ZERO_KEY) != (self._keys[i] if is_full else ZERO_KEY):

@@ -28,10 +28,11 @@ from transfer_svc.tier_prefix import load_from_tiers
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """References on the first `block_ids` of a chain, until `timer` fires."""
+    """References on `block_ids`, the first `depth` blocks of a chain in every KV group, until `timer` fires."""
 
     prefix: Prefix
     keys: tuple[bytes, ...]
+    depth: int
     block_ids: tuple[int, ...]
     tiers: tuple[tuple[str, int], ...]
     timer: asyncio.TimerHandle
@@ -61,11 +62,12 @@ class WorkerPrefixes:
         if not ttl_seconds:
             self._end(keys[-1])
             return self._holding(keys)
-        held = self._cache.match(keys, prefix.token_ids)
+        depth, held = self._match(prefix, keys)
         try:
-            held += await self._load(prefix, keys, len(held))
+            loaded = await self._load(prefix, keys, depth)
+            depth, held = depth + len(loaded), held + loaded
             self._end(keys[-1])
-            pin = self._begin(prefix, keys, held, ttl_seconds)
+            pin = self._begin(prefix, keys, depth, held, ttl_seconds)
             self._pins[keys[-1]] = pin
             held = held[len(pin.block_ids) :]
         finally:
@@ -105,6 +107,16 @@ class WorkerPrefixes:
         keys_for = partial(self._cache.keys_for, adapter=b"" if adapter is None else adapter.key)
         return await self._host.in_thread(keys_for, prefix.token_ids, prefix.cache_salt)
 
+    def _match(self, prefix: Prefix, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        """How many leading blocks are here, and those of every group; with several, no more than may be pinned."""
+        groups, most = self._cache.groups, len(keys)
+        if not groups.is_plain:
+            again = self._pins.get(keys[-1])
+            pinned = self.num_pinned_blocks - (0 if again is None else len(again.block_ids))
+            most = groups.deepest_hit(max(0, self._most_pinned() - pinned), len(keys))
+        held = self._cache.match_groups(keys[:most], prefix.token_ids)
+        return held[0].end, [block_id for blocks in reversed(held) for block_id in blocks.block_ids]
+
     async def _load(self, prefix: Prefix, keys: Sequence[bytes], start: int) -> list[int]:
         room = min(self._reservations.num_spare, self._most_pinned() - self.num_pinned_blocks - start)
         name = "" if prefix.adapter is None else prefix.adapter.name
@@ -113,7 +125,7 @@ class WorkerPrefixes:
         )
         return list(found.block_ids)
 
-    def _begin(self, prefix: Prefix, keys: Sequence[bytes], held: Sequence[int], ttl_seconds: int) -> _Pin:
+    def _begin(self, prefix: Prefix, keys: Sequence[bytes], depth: int, held: Sequence[int], ttl_seconds: int) -> _Pin:
         """Raises NotFound or ResourceExhausted."""
         most = max(0, self._most_pinned() - self.num_pinned_blocks)
         until = time.monotonic() + ttl_seconds
@@ -128,11 +140,12 @@ class WorkerPrefixes:
                 subject="kv_pin",
             )
         timer = asyncio.get_running_loop().call_later(ttl_seconds, self._end, keys[-1])
-        return _Pin(prefix, tuple(keys), block_ids, tiers, timer)
+        depth = min(depth, len(block_ids)) if self._cache.groups.is_plain else depth
+        return _Pin(prefix, tuple(keys), depth, block_ids, tiers, timer)
 
     def _most_pinned(self) -> int:
         num_blocks = self._cache.num_blocks
-        return min(num_blocks // 2, num_blocks - self._cache.num_blocks_for(self._host.engine.max_model_len))
+        return min(num_blocks // 2, num_blocks - self._cache.groups.num_pool_blocks(self._host.engine.max_model_len))
 
     def _end(self, name: bytes) -> None:
         pin = self._pins.pop(name, None)
@@ -170,11 +183,11 @@ class WorkerPrefixes:
         return () if self._host.engine.tiers is None else self._host.engine.tiers.tiers
 
     def _depth(self, keys: Sequence[bytes]) -> int:
-        return next((i for i, key in enumerate(keys) if not self._cache.is_cached(key)), len(keys))
+        return self._cache.hit_depth(keys)
 
     def _holding(self, keys: Sequence[bytes]) -> Holding:
         pin = self._pins.get(keys[-1])
-        pinned = {} if pin is None else {"device": len(pin.block_ids), **dict(pin.tiers)}
+        pinned = {} if pin is None else {"device": pin.depth, **dict(pin.tiers)}
         return Holding({"device": self._depth(keys)} | {t.name: t.depth(keys) for t in self._tiers()}, pinned)
 
 

@@ -15,7 +15,8 @@ async def pull_into(prefix: VerifiedPrefix, peer: Peer, ticket: bytes, epoch: in
     Raises what planes, frames, reservations and the peer raise; the blocks that have come by then stay.
     """
     plane, receiver = peer.plane, peer.receiver
-    async with aclosing(peer.client.pull(ticket, epoch, prefix.num_blocks, plane)) as events:
+    first_block, *first_blocks = prefix.next_blocks
+    async with aclosing(peer.client.pull(ticket, epoch, first_block, plane, first_blocks)) as events:
         async for event in events:
             if isinstance(event, PulledEnd):
                 prefix.check_is_whole(event)

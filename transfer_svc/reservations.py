@@ -66,18 +66,18 @@ class Reservation:
 class Reservations:
     """All transfers that fill blocks. One event loop owns it.
 
-    `wait_for_change` returns when blocks may be free; `num_running` says how many sequences decode.
+    `wait_for_change` returns when blocks may be free; `num_growing` says how many the sequences that decode may take.
     """
 
     def __init__(
         self,
         kv_cache: KvCache,
         wait_for_change: Callable[[], Awaitable[None]],
-        num_running: Callable[[], int],
+        num_growing: Callable[[], int],
         timeout: float,
     ) -> None:
         self._kv_cache = kv_cache
-        self._num_running = num_running
+        self._num_growing = num_growing
         self._wait_for_change = wait_for_change
         self._timeout = timeout
         self._open: list[Reservation] = []
@@ -116,7 +116,7 @@ class Reservations:
 
     @property
     def _num_available(self) -> int:
-        return self._kv_cache.num_free - self._num_running()
+        return self._kv_cache.num_free - self._num_growing()
 
     @property
     def num_spare(self) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,10 +30,11 @@ _MAX_REMEMBERED_ENDS = 1024
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Consecutive blocks of a manifest; the first has index `first_block` in the sequence."""
+    """Consecutive blocks of a KV group's manifest; the first has index `first_block` in the sequence."""
 
     first_block: int
     blocks: tuple[ManifestBlock, ...]
+    group: int = 0
 
 
 class KvSender:
@@ -69,22 +70,20 @@ class KvSender:
         except StaleEpoch as error:
             raise FailedPrecondition(str(error), reason="STALE_EPOCH") from None
 
-    async def pull(self, name: bytes, epoch: int, first_block: int) -> AsyncGenerator[BlockRun | PrefillResult, None]:
+    async def pull(
+        self, name: bytes, epoch: int, first_block: int, first_blocks: Sequence[int] = ()
+    ) -> AsyncGenerator[BlockRun | PrefillResult, None]:
         """Blocks from `first_block` on as they become ready, then the result; raises as `check` does, at any time.
 
-        The blocks of a run may be read until the next `await`; afterwards only while `check` succeeds.
+        `first_blocks` are those of KV groups 1, 2, …. The blocks of a run may be read until the next `await`;
+        afterwards only while `check` succeeds.
         """
-        position = first_block
+        positions = [first_block, *first_blocks]
         while True:
             ticket = self.check(name, epoch)
-            start = position - ticket.first_block
-            if start < 0:
-                limit = f"must be at least {ticket.first_block}, where the lent blocks begin"
-                raise InvalidArgument("first_block", position, limit)
-            if start < len(ticket.blocks):
-                run = tuple(ticket.blocks[start : start + MAX_BLOCKS_PER_RUN])
-                yield BlockRun(position, run)
-                position += len(run)
+            if (run := _next_run(ticket, positions)) is not None:
+                yield run
+                positions[run.group] += len(run.blocks)
             elif ticket.result is not None:
                 yield ticket.result
                 return
@@ -186,6 +185,21 @@ class KvSender:
     def _gone(self, name: bytes) -> NotFound:
         reason = self._ends.get(name, "it was never made here")
         return NotFound(f"ticket {shown(name)} is gone: {reason}", reason="TICKET_GONE")
+
+
+def _next_run(ticket: Ticket, positions: Sequence[int]) -> BlockRun | None:
+    """What can be read of the first KV group that has more. Raises InvalidArgument."""
+    if len(positions) != ticket.num_groups:
+        limit = f"must be {ticket.num_groups - 1} numbers, one for each KV group behind group 0"
+        raise InvalidArgument("first_blocks", len(positions) - 1, limit)
+    for group, position in enumerate(positions):
+        first, blocks = ticket.of_group(group)
+        if position < first:
+            limit = f"must be at least {first}, where the {'' if group else 'lent '}blocks begin"
+            raise InvalidArgument("first_blocks" if group else "first_block", position, limit)
+        if position - first < len(blocks):
+            return BlockRun(position, tuple(blocks[position - first : position - first + MAX_BLOCKS_PER_RUN]), group)
+    return None
 
 
 def shown(name: bytes) -> str:

@@ -107,18 +107,20 @@ class KvTransferServicer:
             ticket=ticket.name,
             epoch=ticket.epoch,
             lease_ms=round(ticket.lease_seconds * 1000),
-            num_blocks=ticket.num_blocks,
+            num_blocks=ticket.num_tokens // block_size,
         )
 
     async def Pull(self, request: transfer_pb2.PullRequest, context: _Context) -> AsyncIterator[bytes]:
         if request.group != 0:
-            raise InvalidArgument("group", request.group, "must be 0, the only KV group so far")
+            raise InvalidArgument("group", request.group, "must be 0: a pull brings all KV groups")
         plane = plane_of(request.plane)
         if plane not in self._allowed_planes or plane not in self._pool_server.planes:
             raise InvalidArgument("plane", request.plane, "must be one of those of the handshake")
         ring = self._pool_server.open_ring_lease() if plane is Plane.SHM_RING else None
         try:
-            async with aclosing(self._sender.pull(request.ticket, request.epoch, request.first_block)) as events:
+            async with aclosing(
+                self._sender.pull(request.ticket, request.epoch, request.first_block, request.first_blocks)
+            ) as events:
                 async for event in events:
                     if isinstance(event, PrefillResult):
                         if ring is not None:
@@ -131,7 +133,7 @@ class KvTransferServicer:
                             self._sender.check(request.ticket, request.epoch)
                     elif ring is None:
                         yield _ready_message(
-                            request, event.first_block, [(b.block_id, b.generation, b) for b in event.blocks]
+                            request, event, event.first_block, [(b.block_id, b.generation, b) for b in event.blocks]
                         )
                     else:
                         async with aclosing(self._through_ring(request, event, ring)) as messages:
@@ -171,11 +173,12 @@ class KvTransferServicer:
             for i, block in enumerate(run.blocks):
                 for offset in range(0, size, FRAME_BYTES):
                     part = block_view(pool, block.block_id, offset, min(FRAME_BYTES, size - offset))
-                    yield encode_frame(_frame(request, run.first_block + i, [(checksum(part), block)], offset), [part])
+                    frame = _frame(request, run, run.first_block + i, [(checksum(part), block)], offset)
+                    yield encode_frame(frame, [part])
         else:
             for start in range(0, len(run.blocks), per_frame):
                 some = run.blocks[start : start + per_frame]
-                frame = _frame(request, run.first_block + start, [(block.checksum, block) for block in some])
+                frame = _frame(request, run, run.first_block + start, [(block.checksum, block) for block in some])
                 yield encode_frame(frame, [block_view(pool, block.block_id) for block in some])
 
     async def _through_ring(
@@ -186,13 +189,13 @@ class KvTransferServicer:
         for block in run.blocks:
             if not ring.has_free_slot:
                 if placed:
-                    yield _ready_message(request, first, placed)
+                    yield _ready_message(request, run, first, placed)
                     first, placed = first + len(placed), []
                 await ring.wait_for_slot()
                 self._sender.check(request.ticket, request.epoch)
             placed.append((*ring.put(block.block_id), block))
         if placed:
-            yield _ready_message(request, first, placed)
+            yield _ready_message(request, run, first, placed)
 
 
 def add_to_server(servicer: KvTransferServicer, server: grpc.aio.Server) -> None:
@@ -221,7 +224,11 @@ def add_to_server(servicer: KvTransferServicer, server: grpc.aio.Server) -> None
 
 
 def _frame(
-    request: transfer_pb2.PullRequest, first_block: int, blocks: list[tuple[int, ManifestBlock]], offset: int = 0
+    request: transfer_pb2.PullRequest,
+    run: BlockRun,
+    first_block: int,
+    blocks: list[tuple[int, ManifestBlock]],
+    offset: int = 0,
 ) -> BlockFrame:
     return BlockFrame(
         ticket=request.ticket,
@@ -231,15 +238,17 @@ def _frame(
         keys=tuple(block.key or ZERO_KEY for _, block in blocks),
         payload=b"",
         offset=offset,
+        group=run.group,
     )
 
 
 def _ready_message(
-    request: transfer_pb2.PullRequest, first_block: int, placed: list[tuple[int, int, ManifestBlock]]
+    request: transfer_pb2.PullRequest, run: BlockRun, first_block: int, placed: list[tuple[int, int, ManifestBlock]]
 ) -> bytes:
     ready = transfer_pb2.BlocksReady(
         ticket=request.ticket,
         epoch=request.epoch,
+        group=run.group,
         first_block=first_block,
         blocks=[
             transfer_pb2.BlockDescriptor(slot=slot, generation=generation, checksum=block.checksum, key=block.key)

@@ -91,7 +91,7 @@ class KvWorker(ABC):
         )
         self.adapters = WorkerAdapters(host)
         self.reservations = Reservations(
-            engine.kv_cache, host.wait_for_change, lambda: host.load.num_running, limits.pool_wait_seconds
+            engine.kv_cache, host.wait_for_change, self._num_growing_blocks, limits.pool_wait_seconds
         )
         self.fetcher = PrefixFetcher(
             host,
@@ -188,8 +188,13 @@ class KvWorker(ABC):
 
     def _num_lacking_blocks(self) -> int:
         """Blocks that waiting and running requests need at most, less those that are free."""
-        waiting = self._host.kv_cache.num_blocks_for(self._queue.num_tokens)
-        return waiting + self._host.load.num_running - self._host.kv_cache.num_free
+        cache = self._host.kv_cache
+        waiting = cache.groups.num_pool_blocks(self._queue.num_tokens, len(self._queue))
+        return waiting + self._num_growing_blocks() - cache.num_free
+
+    def _num_growing_blocks(self) -> int:
+        """Blocks that the running sequences may take in a step: one in each KV group."""
+        return self._host.load.num_running * len(self._host.kv_cache.groups)
 
     # --- what others may know ---
 
@@ -204,7 +209,7 @@ class KvWorker(ABC):
             num_running=load.num_running,
             num_waiting=max(load.num_waiting, len(self._queue)),
             num_queued_tokens=max(load.num_queued_tokens, self._queue.num_tokens),
-            num_free_blocks=self._host.kv_cache.num_free,
+            num_free_blocks=self._host.kv_cache.free_capacity,
             num_held_blocks=self.leases.num_held_blocks,
             draining=self._queue.draining,
             adapters=self.adapters.views(),

@@ -14,7 +14,7 @@ from engine.draft.runner import DraftRunner
 from engine.errors import EngineError
 from engine.kernel_set import load_kernel_set
 from engine.loading import LoadedModel
-from engine.memory import KvLayout, KvMemory
+from engine.memory import KV_FORMATS, KvLayout, KvMemory
 from engine.model_config import ModelConfig, ModelError, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.registry import load_model
@@ -67,7 +67,10 @@ def load_draft(
         )
     except ModelError as error:
         raise EngineError(f"{_FIELD}: {error}") from error
-    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype)
+    kv_format = KV_FORMATS[options.kv_cache_dtype]
+    layout = KvLayout(
+        config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype, kv_format
+    )
     cost = model.num_bytes_read / target.model.num_bytes_read
     logger.info("draft model %s: a token reads %.0f%% of the bytes that the served model's does", path, 100 * cost)
     return LoadedDraft(model, layout, cost)

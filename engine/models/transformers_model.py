@@ -9,7 +9,7 @@ layers, most of the work, are the kernel set's, row-invariant at any shape and o
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class PagedStep:
     kernels: ModelKernels
     batch: PagedBatch | None = None
     memory: KvMemory | None = None
-    plans: dict[int | None, Any] = field(default_factory=dict)
+    plans: dict[tuple[int, int | None], Any] = field(default_factory=dict)
     seen: list[int] = field(default_factory=list)
 
 
@@ -122,8 +122,10 @@ class TransformersModel:
         step, config = self._step, self.config
         step.batch, step.memory, step.seen = tile, memory, []
         step.plans = {
-            window: self.kernels.plan_attention(tile, group_size=config.group_size, window=window)
-            for window in dict.fromkeys(config.layer_windows)
+            (group, window): self.kernels.plan_attention(
+                tile.of_group(group), group_size=config.group_size, window=window
+            )
+            for group, window in dict.fromkeys(zip(memory.layer_groups, config.layer_windows, strict=True))
         }
 
     def _check_layers(self) -> None:
@@ -222,10 +224,11 @@ def attend(
     num_rows = step.batch.num_tokens
     q, k, v = (each[0, :, :num_rows].transpose(0, 1).to(config.dtype) for each in (query, key, value))
     k_cache, v_cache = step.memory.layer(layer)
-    reference.write_kv(k, v, k_cache, v_cache, step.batch)
+    group = step.memory.layer_groups[layer]
+    reference.write_kv(k, v, k_cache, v_cache, step.batch.of_group(group))
     scale = config.head_dim**-0.5 if scaling is None else scaling
     attended = step.kernels.paged_attention(
-        q.contiguous(), k_cache, v_cache, step.plans[window], scale=scale, cap=softcap
+        q.contiguous(), k_cache, v_cache, step.plans[group, window], scale=scale, cap=softcap
     )
     out = query.new_zeros(1, query.shape[2], config.num_heads, config.head_dim)
     out[0, :num_rows] = attended
@@ -264,17 +267,18 @@ def tiles(batch: PagedBatch) -> Iterator[tuple[slice, PagedBatch]]:
                 sequences.append(sequence)
                 cu_seqlens.append(min(last, end) - begin)
                 kv_lens.append(kv_len - max(0, last - end))
-        yield (
-            slice(begin, end),
+        whole, *others = (
             PagedBatch(
                 cu_seqlens=tuple(cu_seqlens),
                 kv_lens=tuple(kv_lens),
-                block_tables=batch.block_tables[sequences],
-                slot_blocks=batch.slot_blocks[begin:end],
-                slot_offsets=batch.slot_offsets[begin:end],
-                block_size=batch.block_size,
-            ),
+                block_tables=group.block_tables[sequences],
+                slot_blocks=group.slot_blocks[begin:end],
+                slot_offsets=group.slot_offsets[begin:end],
+                block_size=group.block_size,
+            )
+            for group in (batch, *batch.others)
         )
+        yield slice(begin, end), replace(whole, others=tuple(others))
 
 
 def _padded(rows: Tensor) -> Tensor:

@@ -6,17 +6,19 @@ import os
 import torch
 from torch import Tensor
 
-from engine.memory import KvLayout
+from engine.memory import KvLayout, layer_views
+from kernels.kv_cells import Cells
+from kvstore.kv_groups import KvGroups
 
 
 class KvHeads:
-    """Views of `blocks` [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], which keep its memory."""
+    """Views of the pool's `blocks` [num_blocks, *layout.block_shape], which keep its memory mapped."""
 
-    def __init__(self, blocks: Tensor, heads: range) -> None:
+    def __init__(self, blocks: Tensor, layout: KvLayout, groups: KvGroups | None, heads: range) -> None:
         own = blocks[:, :, :, heads.start : heads.stop]
-        self._layers = tuple((own[:, layer, 0], own[:, layer, 1]) for layer in range(blocks.shape[1]))
+        self._layers, self.layer_groups = layer_views(own, layout, groups)
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int) -> tuple[Cells, Cells]:
         """The layer's K and V, views [num_blocks, own heads, block_size, head_dim] (64-bit strides)."""
         return self._layers[index]
 
@@ -27,4 +29,4 @@ def map_pool(fd: int, layout: KvLayout, num_blocks: int) -> Tensor:
         mapping = mmap.mmap(fd, num_blocks * layout.block_bytes, mmap.MAP_SHARED)
     finally:
         os.close(fd)
-    return torch.frombuffer(mapping, dtype=layout.dtype).view(num_blocks, *layout.block_shape)
+    return torch.frombuffer(mapping, dtype=layout.stored_dtype).view(num_blocks, *layout.block_shape)

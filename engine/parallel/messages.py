@@ -20,7 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.memory import KvLayout
 from kernels.paged import PagedBatch
+from kvstore.kv_groups import KvGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,37 +49,36 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The pool has `num_blocks` blocks of the whole model's layout; the group meets at the file `meeting`."""
+    """The pool has `num_blocks` blocks of the whole model's `layout`; the ranks meet at the file `meeting`."""
 
     num_blocks: int
-    block_size: int
+    layout: KvLayout
+    groups: KvGroups | None
     meeting: str
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """`input_ids`, `positions` [T] and a PagedBatch's fields."""
+class Tables:
+    """A PagedBatch's fields, tensors as arrays: those are pickled in a tenth of the time."""
 
-    input_ids: NDArray[Any]
-    positions: NDArray[Any]
     cu_seqlens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     block_tables: NDArray[Any]
     slot_blocks: NDArray[Any]
     slot_offsets: NDArray[Any]
     block_size: int
+    others: "tuple[Tables, ...]"
 
     @staticmethod
-    def of(input_ids: Tensor, positions: Tensor, batch: PagedBatch) -> "Forward":
-        return Forward(
-            input_ids.numpy(),
-            positions.numpy(),
+    def of(batch: PagedBatch) -> "Tables":
+        return Tables(
             batch.cu_seqlens,
             batch.kv_lens,
             batch.block_tables.numpy(),
             batch.slot_blocks.numpy(),
             batch.slot_offsets.numpy(),
             batch.block_size,
+            tuple(map(Tables.of, batch.others)),
         )
 
     @property
@@ -89,7 +90,25 @@ class Forward:
             torch.from_numpy(self.slot_blocks),
             torch.from_numpy(self.slot_offsets),
             self.block_size,
+            tuple(other.batch for other in self.others),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """`input_ids`, `positions` [T] and where their sequences' KV is."""
+
+    input_ids: NDArray[Any]
+    positions: NDArray[Any]
+    tables: Tables
+
+    @staticmethod
+    def of(input_ids: Tensor, positions: Tensor, batch: PagedBatch) -> "Forward":
+        return Forward(input_ids.numpy(), positions.numpy(), Tables.of(batch))
+
+    @property
+    def batch(self) -> PagedBatch:
+        return self.tables.batch
 
 
 @dataclass(frozen=True, slots=True)

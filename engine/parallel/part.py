@@ -6,7 +6,6 @@ import torch
 
 from engine.kernel_set import load_kernel_set
 from engine.loading import load_part
-from engine.memory import KvLayout
 from engine.models.decoder import Decoder
 from engine.parallel.heads import KvHeads, map_pool
 from engine.parallel.messages import Forward, Join, Load, Logits
@@ -40,9 +39,9 @@ class Part:
 
     def join(self, join: Join, pool: int) -> None:
         """Maps the pool behind the descriptor and finds the other ranks."""
-        config, shard = self._model.config, self._shard
-        layout = KvLayout(config.num_layers, shard.num_kv_heads, config.head_dim, join.block_size, config.dtype)
-        self._heads = KvHeads(map_pool(pool, layout, join.num_blocks), shard.kv_heads)
+        shard = self._shard
+        blocks = map_pool(pool, join.layout, join.num_blocks)
+        self._heads = KvHeads(blocks, join.layout, join.groups, shard.kv_heads)
         self._group = ProcessRanks(Path(join.meeting), shard.rank, shard.size)
         self._model.group = self._group
 

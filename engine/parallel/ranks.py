@@ -78,7 +78,7 @@ class Ranks:
         with tempfile.TemporaryDirectory(prefix="pagewire-ranks-") as directory:
             meeting = Path(directory) / "meeting"
             for connection in self._connections.values():
-                send(connection, Join(memory.num_blocks, memory.layout.block_size, str(meeting)))
+                send(connection, Join(memory.num_blocks, memory.layout, memory.groups, str(meeting)))
                 with socket.socket(fileno=os.dup(connection.fileno())) as own:
                     socket.send_fds(own, [b"\0"], [memory.fd])
             self._has_joined = True
@@ -90,7 +90,8 @@ class Ranks:
         logger.info(
             "tensor parallelism: %d ranks, the others are processes %s", self._size, sorted(self._pids.values())
         )
-        return ParallelModel(model, KvHeads(memory.blocks, model.config.shard.kv_heads), vocab_size, group, self)
+        heads = KvHeads(memory.blocks, memory.layout, memory.groups, model.config.shard.kv_heads)
+        return ParallelModel(model, heads, vocab_size, group, self)
 
     def tell(self, message: object) -> None:
         """Sends it to each. Raises EngineDied."""

@@ -24,10 +24,12 @@ from kernels.cpu.packed import DTYPES, PackedWeight
 from kernels.cpu.packed_groups import NUMBERS, PackedGroups, pack_groups
 from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
+from kernels.kv_cells import Cells, KvFormat
 from kernels.lora import Lora, add_to_embedding
 from kernels.paged import AttentionPlan, PagedBatch
 
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+_CELL_FORMATS: dict[KvFormat, int] = {"int8": 1, "fp8_e4m3": 2}
 
 NativeWeight = PackedWeight | PackedGroups
 
@@ -164,8 +166,8 @@ class NativeKernels:
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cells,
+        v_cache: Cells,
         batch: PagedBatch,
         *,
         q_norm: Tensor | None = None,
@@ -186,10 +188,9 @@ class NativeKernels:
         self._ops.rope_and_store(
             *(_code(qkv), q, stride, k, stride, v, stride, q, stride, cos.data_ptr(), sin.data_ptr()),
             *(_address(q_norm), _address(k_norm), eps, unit_offset),
-            *(k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1)),
-            *(v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1)),
+            *(*_place(k_cache), *_place(v_cache)),
             *(batch.slot_blocks.data_ptr(), batch.slot_offsets.data_ptr()),
-            *(qkv.shape[0], num_heads, num_kv_heads, head_dim),
+            *(qkv.shape[0], num_heads, num_kv_heads, head_dim, _cells(k_cache), k_cache.shape[2]),
         )
         return qkv[:, : num_heads * head_dim].view(qkv.shape[0], num_heads, head_dim)
 
@@ -237,7 +238,7 @@ class NativeKernels:
         )
         return out
 
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Cells, v_cache: Cells, batch: PagedBatch) -> None:
         """Store the step's keys and values [T, Hkv, D] in their slots."""
         reference.write_kv(k, v, k_cache, v_cache, batch)
 
@@ -254,8 +255,8 @@ class NativeKernels:
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cells,
+        v_cache: Cells,
         plan: AttentionPlan | NativePlan,
         *,
         scale: float,
@@ -270,11 +271,11 @@ class NativeKernels:
         tables = plan.batch.block_tables
         self._ops.attention(
             *(_code(q), rows.data_ptr(), rows.stride(0)),
-            *(k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1)),
-            *(v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1)),
+            *(*_place(k_cache), *_place(v_cache)),
             *(out.data_ptr(), out.stride(0), tables.data_ptr(), tables.stride(0)),
             *(plan.cu_seqlens.data_ptr(), plan.kv_lens.data_ptr(), len(plan.batch.kv_lens)),
-            *(num_kv_heads, plan.group_size, head_dim, block_size, plan.window or 0, scale, cap or 0.0),
+            *(num_kv_heads, plan.group_size, head_dim, block_size, _cells(k_cache)),
+            *(plan.window or 0, scale, cap or 0.0),
         )
         return out
 
@@ -341,6 +342,16 @@ class NativeKernels:
             kept = (weakref.ref(weight, lambda _: self._packed.pop(key, None)), made)
             self._packed[key] = kept
         return kept[1]
+
+
+def _place(cells: Cells) -> tuple[int, int, int]:
+    """Where they begin, and the strides of blocks and heads. In quantized ones the scales follow a cell's values."""
+    values = cells if isinstance(cells, Tensor) else cells.values
+    return values.data_ptr(), values.stride(0), values.stride(1)
+
+
+def _cells(cells: Cells) -> int:
+    return 0 if isinstance(cells, Tensor) else _CELL_FORMATS[cells.kind]
 
 
 def _code(x: Tensor) -> int:

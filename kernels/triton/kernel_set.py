@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels import reference, tiled
 from kernels.grouped import GroupedMatrix
+from kernels.kv_cells import Cells, QuantizedCells
 from kernels.lora import Lora
 from kernels.paged import PagedBatch
 from kernels.triton import gated_activation, kv_write, rms_norm
@@ -156,8 +157,8 @@ class TritonKernels:
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cells,
+        v_cache: Cells,
         batch: PagedBatch,
         *,
         q_norm: Tensor | None = None,
@@ -169,6 +170,7 @@ class TritonKernels:
 
         qkv [T, (Hq + 2 Hkv) D], rows of q, k and v side by side.
         """
+        k_cache, v_cache = _plain(k_cache), _plain(v_cache)
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -183,9 +185,10 @@ class TritonKernels:
         return TritonPlan(batch, group_size, window)
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, *, scale: float, cap: float | None = None
+        self, q: Tensor, k_cache: Cells, v_cache: Cells, plan: TritonPlan, *, scale: float, cap: float | None = None
     ) -> Tensor:
         """softmax(q Kᵀ · scale, capped) V for each token over its visible positions. q [T, Hq, D] -> [T, Hq, D]."""
+        k_cache, v_cache = _plain(k_cache), _plain(v_cache)
         out = torch.empty_like(q)
         step = plan.step(q.shape[2], q.device)
         if step.short is not None:
@@ -241,6 +244,12 @@ def _on_device(batch: PagedBatch, sequences: Sequence[int], device: torch.device
         num_tokens=cu_seqlens[-1],
         max_kv_len=max(kv_lens),
     )
+
+
+def _plain(cells: Cells) -> Tensor:
+    if isinstance(cells, QuantizedCells):
+        raise ValueError("the triton kernels have e4m3 caches with a scale for each head, none with one for each token")
+    return cells
 
 
 def _refuse(lora: Lora | None) -> None:

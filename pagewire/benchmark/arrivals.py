@@ -6,6 +6,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def ramp_up_rates(num: int, strategy: str, start: float, end: float) -> NDArray[np.float64]:
+    """The rate at which each request goes out, [num]: from `start` to `end`, linearly or exponentially, as in vLLM."""
+    progress = np.arange(num) / max(num - 1, 1)
+    if strategy == "linear":
+        return start + (end - start) * progress
+    rates: NDArray[np.float64] = start * (end / start) ** progress
+    return rates
+
+
+def ramp_up_times(rates: NDArray[np.float64], burstiness: float, random: np.random.Generator) -> NDArray[np.float64]:
+    """Seconds since the start, ascending; [num]. A request's gap has the mean 1 / its rate. Nothing is stretched."""
+    if math.isinf(burstiness):
+        return np.cumsum(1 / rates)
+    return np.cumsum(random.gamma(burstiness, 1 / (rates * burstiness)))
+
+
 def arrival_times(num: int, rate: float, burstiness: float, random: np.random.Generator) -> NDArray[np.float64]:
     """Seconds since the start, ascending; [num].
 

@@ -9,6 +9,7 @@ from pagewire.options import Port, option
 
 BackendName = Literal["pagewire", "pagewire-chat", "openai", "openai-chat"]
 DatasetName = Literal["random", "prefix_repetition", "custom"]
+RampUp = Literal["linear", "exponential"]
 MetricName = Literal["ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue"]
 
 _INPUT_LEN_HINTS: dict[DatasetName, str] = {
@@ -27,6 +28,7 @@ def _underscores(value: object) -> object:
     return value.replace("-", "_") if isinstance(value, str) else value
 
 
+Rate = Annotated[float, Field(gt=0, lt=float("inf"))]
 Count = Annotated[int, Field(ge=0)]
 Length = Annotated[int, Field(ge=1)]
 
@@ -46,6 +48,11 @@ class ServeBenchOptions(BaseModel):
     burstiness: Annotated[float, Field(gt=0)] = option(
         1.0, "Shape of the gamma-distributed gaps: 1 is a Poisson process, less is burstier.", panel=_LOAD, metavar="B"
     )
+    ramp_up_strategy: RampUp | None = option(
+        None, "Let the rate grow with each request, instead of request-rate.", panel=_LOAD, shown_default="none"
+    )
+    ramp_up_start_rps: Rate | None = option(None, "Where it begins.", panel=_LOAD, metavar="R", shown_default="none")
+    ramp_up_end_rps: Rate | None = option(None, "Where it ends.", panel=_LOAD, metavar="R", shown_default="none")
     max_concurrency: Length | None = option(
         None, "Most requests in flight.", panel=_LOAD, metavar="N", shown_default="no limit"
     )
@@ -146,11 +153,22 @@ class ServeBenchOptions(BaseModel):
             raise ValueError(f"dataset {self.dataset_name} with backend {self.backend} needs --tokenizer PATH")
         if self.input_len is not None and self.dataset_name != "random":
             raise ValueError(f"input-len = {self.input_len}: {_INPUT_LEN_HINTS[self.dataset_name]}")
+        self._check_ramp_up()
         given = self.model_fields_set & {"base_url", "host", "port", "endpoint"}
         if given and not self.is_http:
             name = min(given).replace("_", "-")
             raise ValueError(f"--{name} is for the openai backends; {self.backend} takes --target")
         return self
+
+    def _check_ramp_up(self) -> None:
+        rates = (self.ramp_up_start_rps, self.ramp_up_end_rps)
+        if self.ramp_up_strategy is None:
+            if rates != (None, None):
+                raise ValueError("ramp-up-start-rps and ramp-up-end-rps go with ramp-up-strategy")
+        elif None in rates:
+            raise ValueError("ramp-up-strategy needs ramp-up-start-rps and ramp-up-end-rps")
+        elif "request_rate" in self.model_fields_set:
+            raise ValueError(f"request-rate = {self.request_rate:g}: ramp-up-strategy sets the rate")
 
     @property
     def is_http(self) -> bool:

@@ -61,6 +61,7 @@ def _setup(options: ServeBenchOptions, model: str, date: datetime) -> dict[str, 
         "dataset_name": options.dataset_name,
         "seed": options.seed,
         "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
+        **_ramp_up(options),
         "burstiness": "inf" if math.isinf(options.burstiness) else options.burstiness,
         "max_concurrency": options.max_concurrency,
     }
@@ -131,3 +132,8 @@ def write_result(path: Path, result: Mapping[str, Any], *, detailed: bool, appen
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a" if append else "w", encoding="utf-8") as file:
         file.write(json.dumps(kept, ensure_ascii=False) + "\n")
+
+
+def _ramp_up(options: ServeBenchOptions) -> dict[str, object]:
+    names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+    return {} if options.ramp_up_strategy is None else {name: getattr(options, name) for name in names}

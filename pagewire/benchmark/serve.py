@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pagewire.benchmark.arrivals import arrival_times
+from pagewire.benchmark.arrivals import arrival_times, ramp_up_rates, ramp_up_times
 from pagewire.benchmark.backend import Backend, SendError, Served
 from pagewire.benchmark.datasets import Sample, TokenIds, check_lengths, make_samples
 from pagewire.benchmark.load import Load, send
@@ -54,7 +55,7 @@ async def serve_bench(
         samples = make_samples(options, _vocabulary(options, served), for_prompts)
         check_lengths(samples, served.max_model_len)
         await _warm_up(backend, samples, options)
-        due = arrival_times(len(samples), options.request_rate, options.burstiness, for_arrivals)
+        due = _due(len(samples), options, for_arrivals)
         date = datetime.now()
         run = await _measure(backend, options, samples, due.tolist())
     finally:
@@ -197,3 +198,10 @@ def _setup(options: ServeBenchOptions, goodput: Mapping[str, float], metadata: M
     }
     limits = {f"goodput {name}": f"{limit:g} ms" for name, limit in goodput.items() if math.isfinite(limit)}
     return {**shown, **limits, **metadata}
+
+
+def _due(num: int, options: ServeBenchOptions, random: np.random.Generator) -> NDArray[np.float64]:
+    strategy, start, end = options.ramp_up_strategy, options.ramp_up_start_rps, options.ramp_up_end_rps
+    if strategy is None or start is None or end is None:
+        return arrival_times(num, options.request_rate, options.burstiness, random)
+    return ramp_up_times(ramp_up_rates(num, strategy, start, end), options.burstiness, random)

@@ -13,6 +13,7 @@ broken byte survive, since they were streamed already).
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 Piece = str | bytes | None
@@ -161,6 +162,12 @@ class Detokenizer:
         self._bytes = _UTF8("replace" if table.plan.byte_level else _EACH_BYTE)
         self._first = not continues
         self._to_strip = 0 if continues else table.plan.strip_start
+
+    def copy(self) -> "Detokenizer":
+        """The same text so far, to go on in another way."""
+        other = copy(self)
+        other._bytes = copy(self._bytes)
+        return other
 
     def push(self, token_id: int) -> str:
         """Text that is certain after this token; empty while a character is incomplete."""

@@ -1,6 +1,7 @@
 """Stop strings: text is held back as long as it may still become one, and never longer."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 
@@ -26,6 +27,10 @@ class StopMatcher:
         self._include = include_in_output
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
+
+    def copy(self) -> "StopMatcher":
+        """The same text so far, to go on in another way."""
+        return copy(self)
 
     @property
     def held(self) -> str:

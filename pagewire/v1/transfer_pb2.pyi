@@ -261,16 +261,24 @@ class PullRequest(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     PLANE_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCKS_FIELD_NUMBER: _builtins.int
     ticket: _builtins.bytes
     """Which KV."""
     epoch: _builtins.int
     """From AttachResponse."""
     group: _builtins.int
-    """KV group id; 0 is the only one so far."""
+    """Must be 0: one pull brings the blocks of all KV groups, each with its group's id."""
     first_block: _builtins.int
-    """Index in the sequence of the first block wanted."""
+    """Index in the sequence of the first block wanted of KV group 0."""
     plane: Global___TransferPlane.ValueType
     """How the bytes travel."""
+    @_builtins.property
+    def first_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The same index for KV groups 1, 2, …, if the model has several. Of a group with a window only the blocks are there
+        that whoever goes on sees: behind a prefill of n tokens from token (n - 1) / block_size * block_size on (it may have
+        to compute the last one again), behind a lent prefix from its end on.
+        """
+
     def __init__(
         self,
         *,
@@ -279,10 +287,11 @@ class PullRequest(_message.Message):
         group: _builtins.int = ...,
         first_block: _builtins.int = ...,
         plane: Global___TransferPlane.ValueType = ...,
+        first_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "group", b"group", "plane", b"plane", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "first_blocks", b"first_blocks", "group", b"group", "plane", b"plane", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,6 @@
 """One HTTP request's answer: its calls of the pipeline, run side by side, as one object or as a stream of chunks."""
 
+import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -8,11 +9,13 @@ from typing import Protocol
 
 from starlette.types import ASGIApp
 
+from pagewire.errors import PagewireError, renamed
 from router.backend import Backend
 from router.http.merge import merge
 from router.http.responses import EventAnswer, Json, JsonAnswer
 from router.request import FinishReason, GenerateCall, Piece, PromptLogprobs, Summary
 
+_STRUCTURE = re.compile(r"^sampling\.structured_output(\.\w+)?")
 FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 
@@ -49,13 +52,14 @@ class Form(Protocol):
 
 @dataclass(slots=True)
 class _Usage:
+    counts_output: bool = True
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def add(self, summary: Summary) -> None:
         self.prompt_tokens += summary.prompt_tokens
-        self.completion_tokens += summary.completion_tokens
+        self.completion_tokens += summary.completion_tokens if self.counts_output else 0
         self.cached_tokens += summary.cached_tokens
 
     def as_json(self) -> Json:
@@ -78,6 +82,10 @@ class Answer:
     include_usage: bool = False
     extra: Json = field(default_factory=dict)
     is_stream: bool = False
+    # The client's name of what became the structured output.
+    structure_name: str = ""
+    # What is drawn is not shown, and does not count.
+    only_prompt: bool = False
 
     def response(self) -> ASGIApp:
         """What the endpoint returns."""
@@ -86,7 +94,7 @@ class Answer:
 
     async def whole(self) -> Json:
         """Everything at once. Raises PagewireError."""
-        usage, choices = _Usage(), dict[int, Piece]()
+        usage, choices = self._usage(), dict[int, Piece]()
         async with aclosing(self._outputs()) as outputs:
             async for number, output in outputs:
                 if isinstance(output, Summary):
@@ -110,7 +118,7 @@ class Answer:
         envelope = self._envelope(self.form.chunk_object)
         if self.include_usage:
             envelope["usage"] = None
-        usage, begun, extra = _Usage(), set[int](), self.extra
+        usage, begun, extra = self._usage(), set[int](), self.extra
         async with aclosing(self._outputs()) as outputs:
             async for number, output in outputs:
                 if isinstance(output, Summary):
@@ -136,13 +144,21 @@ class Answer:
     async def _outputs(self) -> AsyncGenerator[tuple[int, Piece | PromptLogprobs | Summary]]:
         """With the number of the choice among those of all prompts."""
         num_choices = self.calls[0].sampling.n
-        async with aclosing(merge([self.pipeline.generate(call) for call in self.calls])) as outputs:
-            async for output in outputs:
-                first = output.stream * num_choices
-                if isinstance(output.item, Piece):
-                    yield first + output.item.choice, output.item
-                elif isinstance(output.item, Summary | PromptLogprobs):
-                    yield first, output.item
+        try:
+            async with aclosing(merge([self.pipeline.generate(call) for call in self.calls])) as outputs:
+                async for output in outputs:
+                    first = output.stream * num_choices
+                    if isinstance(output.item, Piece):
+                        yield first + output.item.choice, output.item
+                    elif isinstance(output.item, Summary | PromptLogprobs):
+                        yield first, output.item
+        except PagewireError as error:
+            if not self.structure_name:
+                raise
+            raise renamed(error, _STRUCTURE, self.structure_name) from None
+
+    def _usage(self) -> "_Usage":
+        return _Usage(counts_output=not self.only_prompt)
 
     def _envelope(self, kind: str) -> Json:
         return {

@@ -1,7 +1,7 @@
 """A request's body: of a bounded size, JSON, and of a model's shape; or an error that names what is wrong with it."""
 
 import asyncio
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
@@ -48,7 +48,11 @@ def parse(cls: type[ModelT], value: dict[str, object]) -> ModelT:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
     field = ""
+    at: Any = value
     for part in problem["loc"]:
+        if problem["type"] != "missing" and not _has(at, part):
+            break  # which of a field's forms it does not have
+        at = at[part] if _has(at, part) else None
         field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
     if problem["type"] == "extra_forbidden":
         raise InvalidArgument(field, None, "is not a parameter of this endpoint")
@@ -56,6 +60,10 @@ def parse(cls: type[ModelT], value: dict[str, object]) -> ModelT:
         raise InvalidArgument(field, None, "is missing")
     message = problem["msg"].removeprefix("Value error, ")
     raise InvalidArgument(field, problem["input"], message[:1].lower() + message[1:])
+
+
+def _has(at: Any, part: int | str) -> bool:
+    return isinstance(at, list) if isinstance(part, int) else isinstance(at, dict) and part in at
 
 
 async def _read(request: Request) -> bytes:

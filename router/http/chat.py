@@ -146,7 +146,17 @@ class ChatCompletions:
             asked.return_token_ids,
             asked.prompt_logprobs is not None,
         )
-        return Answer(self._pipeline, f"chatcmpl-{request_id}", (call,), form, asked.include_usage, extra, asked.stream)
+        return Answer(
+            self._pipeline,
+            f"chatcmpl-{request_id}",
+            (call,),
+            form,
+            asked.include_usage,
+            extra,
+            asked.stream,
+            # A demanded call is a form too.
+            structure_name=asked.structure_name or "tools",
+        )
 
     def _tools(self, asked: ChatRequest, sampling: SamplingParams) -> tuple[ToolFormat | None, SamplingParams]:
         """How calls are written, None if there are none; a choice that demands a call becomes a grammar."""

@@ -154,7 +154,16 @@ class Completions:
             show_prompt_logprobs=asked.prompt_logprobs is not None,
             echo_logprobs=echo_logprobs,
         )
-        return Answer(self._pipeline, f"cmpl-{request_id}", calls, form, asked.include_usage, is_stream=asked.stream)
+        return Answer(
+            self._pipeline,
+            f"cmpl-{request_id}",
+            calls,
+            form,
+            asked.include_usage,
+            is_stream=asked.stream,
+            structure_name=asked.structure_name,
+            only_prompt=asked.only_prompt,
+        )
 
     def _sampling(self, asked: CompletionRequest, prompt: Prompt) -> SamplingParams:
         """Without max_tokens OpenAI's default holds, or what the context has room for."""

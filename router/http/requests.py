@@ -94,11 +94,26 @@ class GenerationRequest(_Strict):
         )
 
     def beam_search(self, width: int) -> BeamSearch | None:
-        """As the pipeline takes it; `num_beams` are as many as `width` unless given."""
-        if not self.use_beam_search:
+        """As the pipeline takes it. `num_beams` asks for a search by itself; without it there are `width` beams."""
+        if not self.wants_beams:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != neutral:
+                    raise InvalidArgument(name, getattr(self, name), "is only for beam search: set use_beam_search")
             return None
         early = None if self.early_stopping == "never" else bool(self.early_stopping)
-        return BeamSearch(self.num_beams or width, self.length_penalty, early)
+        return BeamSearch(width if self.num_beams is None else self.num_beams, self.length_penalty, early)
+
+    @property
+    def wants_beams(self) -> bool:
+        """A beam search was asked for."""
+        return self.use_beam_search or self.num_beams is not None
+
+    @property
+    def structure_name(self) -> str:
+        """The field that asks for a form of the text; empty if none does."""
+        names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        default = "" if self.response_format is None else "response_format"
+        return next((name for name in names if getattr(self, name)), default)
 
     def structured_output(self) -> StructuredOutput | None:
         """In whichever way it was asked for; raises InvalidArgument for two ways at once."""
@@ -195,7 +210,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def drawn(self) -> int | None:
         """best_of as the pipeline takes it."""
-        return None if self.use_beam_search or self.best_of == self.n else self.best_of
+        return None if self.wants_beams or self.best_of == self.n else self.best_of
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

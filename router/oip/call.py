@@ -47,6 +47,7 @@ class InferCall:
             model=request.model_name,
             cache_salt=self.parameters.cache_salt,
             priority=self.parameters.priority,
+            truncate_prompt_tokens=self.parameters.truncate_prompt_tokens,
             client_request_id=request.id,
             tenant=metadata.get("x-tenant", "")[:MAX_LABEL_LENGTH],
             traceparent=metadata.get("traceparent", "")[:MAX_LABEL_LENGTH],

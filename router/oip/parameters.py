@@ -12,18 +12,22 @@ from typing import Any
 
 from pagewire.errors import InvalidArgument
 from pagewire.foreign.triton import grpc_service_pb2 as pb
-from pagewire.sampling import SamplingParams
+from pagewire.sampling import SamplingParams, StructuredOutput
+from router.http.structures import structure_of
 from router.request import TextOptions
 
 MAX_JSON_BYTES = 64 << 10
 # What clients of the protocol say to the server itself.
 FINAL_RESPONSE = "triton_enable_empty_final_response"
 _CONTROL = frozenset({FINAL_RESPONSE, "priority", "timeout", "sequence_id", "sequence_start", "sequence_end"})
-_COUNTS = frozenset({"n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs"})
+_COUNTS = frozenset({"n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "truncate_prompt_tokens"})
 _NUMBERS = frozenset({"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"})
 _FLAGS = frozenset({"ignore_eos", "include_stop_str_in_output", "skip_special_tokens"})
-_OTHERS = frozenset({"stop", "stop_token_ids", "logit_bias", "cache_salt"})
-_KNOWN = _COUNTS | _NUMBERS | _FLAGS | _OTHERS
+_TEXTS = frozenset({"stop", "bad_words"})
+_TOKEN_IDS = frozenset({"stop_token_ids", "allowed_token_ids"})
+# vLLM's present name and its former one.
+_STRUCTURES = frozenset({"structured_outputs", "guided_decoding"})
+_KNOWN = _COUNTS | _NUMBERS | _FLAGS | _TEXTS | _TOKEN_IDS | _STRUCTURES | {"logit_bias", "cache_salt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class Parameters:
     sampling: SamplingParams
     text_options: TextOptions
     cache_salt: str = ""
+    truncate_prompt_tokens: int | None = None
     priority: int = 0
     seconds: float | None = None
     control: Mapping[str, Any] = field(default_factory=dict)
@@ -50,18 +55,22 @@ def read_parameters(given: Mapping[str, pb.InferParameter], sampling_json: str) 
     if both := sorted(plain.keys() & of_json.keys()):
         raise InvalidArgument(f"parameters.{both[0]}", plain[both[0]], "is in sampling_parameters too")
     values = {name: _value(name, value) for name, value in (plain | of_json).items()}
-    stop = values.pop("stop", ())
     text_options = TextOptions(
-        stop,
+        values.pop("stop", ()),
         values.pop("include_stop_str_in_output", False),
         values.pop("skip_special_tokens", True),
+        values.pop("bad_words", ()),
     )
-    cache_salt = values.pop("cache_salt", "")
+    cache_salt, truncate = values.pop("cache_salt", ""), values.pop("truncate_prompt_tokens", None)
+    structures = [found for name in sorted(_STRUCTURES) if (found := values.pop(name, None)) is not None]
+    if len(structures) > 1:
+        raise InvalidArgument("parameters.guided_decoding", None, "is structured_outputs' older name: use one of them")
     timeout = _count("timeout", control.get("timeout", 0))
     return Parameters(
-        SamplingParams(**values),
+        SamplingParams(**values, structured_output=structures[0] if structures else None),
         text_options,
         cache_salt,
+        truncate,
         _count("priority", control.get("priority", 0)),
         timeout / 1e6 if timeout else None,  # microseconds
         control,
@@ -96,7 +105,11 @@ def _value(name: str, value: Any) -> Any:
         return value
     if name == "cache_salt":
         return _text(name, value)
-    return _READERS[name](value)
+    if name in _TEXTS:
+        return _texts(name, value)
+    if name in _TOKEN_IDS:
+        return _token_ids(name, value)
+    return _structure(name, value) if name in _STRUCTURES else _logit_bias(value)
 
 
 def _count(name: str, value: Any) -> int:
@@ -119,12 +132,12 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def _stop(value: Any) -> tuple[str, ...]:
+def _texts(name: str, value: Any) -> tuple[str, ...]:
     """One string, or several as JSON has them."""
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list):
-        raise InvalidArgument("parameters.stop", None, "must be a string or a list of strings")
-    return tuple(_text("stop", each) for each in strings)
+        raise InvalidArgument(f"parameters.{name}", None, "must be a string or a list of strings")
+    return tuple(_text(name, each) for each in strings)
 
 
 def _text(name: str, value: Any) -> str:
@@ -136,16 +149,19 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _stop_token_ids(value: Any) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise InvalidArgument("parameters.stop_token_ids", value, "must be a list of token ids")
-    return tuple(_count("stop_token_ids", each) for each in value)
+        raise InvalidArgument(f"parameters.{name}", value, "must be a list of token ids")
+    return tuple(_count(name, each) for each in value)
+
+
+def _structure(name: str, value: Any) -> StructuredOutput | None:
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"parameters.{name}", None, "must be an object with one constraint")
+    return structure_of(None, value, {})
 
 
 def _logit_bias(value: Any) -> Mapping[int, float]:
     if not isinstance(value, dict):
         raise InvalidArgument("parameters.logit_bias", value, "must map token ids to numbers")
     return MappingProxyType({_count("logit_bias", key): _number("logit_bias", bias) for key, bias in value.items()})
-
-
-_READERS = {"stop": _stop, "stop_token_ids": _stop_token_ids, "logit_bias": _logit_bias}

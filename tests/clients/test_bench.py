@@ -1,6 +1,9 @@
 """`pagewire bench serve` against real processes, over both APIs: what it counts is what the system did."""
 
+import contextlib
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -14,7 +17,7 @@ from tests.clients.conftest import Served
 
 SHARED = ("--dataset-name", "prefix-repetition", "--prefix-repetition-num-prefixes", "2", "--num-prompts", "8",
           "--prefix-repetition-prefix-len", "40", "--prefix-repetition-suffix-len", "8", "--output-len", "6",
-          "--ignore-eos", "--request-rate", "40", "--seed", "4")  # fmt: skip
+          "--ignore-eos", "--seed", "4")  # fmt: skip
 
 
 def bench(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
@@ -27,8 +30,8 @@ def bench(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 def test_grpc_and_http_count_the_same(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     served.cluster.reset_caches()
     before = served.metrics("router")["vllm:generation_tokens_total"]
-    code, found = bench(tmp_path, *SHARED, "--target", served.cluster.target, "--goodput", "ttft:60000", "tpot:60000",
-                        "--max-concurrency", "3", "--report")  # fmt: skip
+    limits = ("--max-concurrency", "3", "--request-rate", "40", "--goodput", "ttft:60000", "tpot:60000")
+    code, found = bench(tmp_path, *SHARED, *limits, "--target", served.cluster.target, "--report")
     assert code == 0, capsys.readouterr()
     assert (found["completed"], found["failed"], found["model_id"]) == (8, 0, "tiny")
     assert found["input_lens"] == [48] * 8
@@ -45,12 +48,34 @@ def test_grpc_and_http_count_the_same(served: Served, tmp_path: Path, capsys: py
     said = capsys.readouterr().out
     assert "Total generated tokens:                  48" in said
 
-    code, over_http = bench(
-        tmp_path, *SHARED, "--backend", "openai", "--port", str(served.http_port), "--tokenizer", str(served.model)
-    )
+    assert "ramp_up_strategy" not in found
+    growing = ("--ramp-up-strategy", "exponential", "--ramp-up-start-rps", "20", "--ramp-up-end-rps", "80")
+    http = ("--backend", "openai", "--port", str(served.http_port), "--tokenizer", str(served.model))
+    code, over_http = bench(tmp_path, *SHARED, *growing, *http)
+    assert over_http["request_rate"] == "inf"
+    assert (over_http["ramp_up_strategy"], over_http["ramp_up_end_rps"]) == ("exponential", 80)
     assert code == 0, capsys.readouterr()
     for name in ("completed", "input_lens", "output_lens", "total_output_tokens"):
         assert over_http[name] == found[name]
+
+
+def test_a_bar_on_a_terminal(served: Served) -> None:
+    """And only there: the table goes to stdout as ever."""
+    command = [sys.executable, "-m", "pagewire", "bench", "serve", *SHARED, "--target", served.cluster.target]
+    reader, terminal = pty.openpty()
+    shown, process = bytearray(), subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, text=True)
+    os.close(terminal)
+    with contextlib.suppress(OSError):  # Linux's word for the end of a terminal
+        while part := os.read(reader, 4096):
+            shown += part
+    os.close(reader)
+    table, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, shown
+    assert b"requests" in shown
+    assert b"8/8" in shown
+    assert b"tokens/s" in shown
+    assert "Successful requests:" in table
+    assert "8/8" not in table
 
 
 def test_errors_are_counted_by_code(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

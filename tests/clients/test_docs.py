@@ -70,7 +70,7 @@ def run(language: str, code: str, addresses: dict[str, str], workspace: Path) ->
         code = code.replace(printed, real)
     command = [sys.executable, "-c", code] if language == "python" else ["bash", "-ec", commands(code)]
     env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(command, cwd=workspace, env=env, capture_output=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=workspace, env=env, capture_output=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     return done.stdout.decode()
 
@@ -87,10 +87,19 @@ def text_of(output: str) -> str:
     return "".join(texts)
 
 
-@pytest.mark.parametrize("section", sections(), ids=str)
+# `e2e/test_examples.py` builds the C++ client in every run.
+_MARKS = {"C++": (pytest.mark.nightly, pytest.mark.timeout(600))}
+# Without these a section cannot run.
+_TOOLS = {"Node": ("npm",), "C++": ("cmake", "grpc_cpp_plugin", "c++")}
+
+
+@pytest.mark.parametrize(
+    "section", [pytest.param(each, marks=_MARKS.get(each.title, ())) for each in sections()], ids=str
+)
 def test_snippets(section: Section, served: Served, addresses: dict[str, str], workspace: Path) -> None:
-    if section.title == "Node" and shutil.which("npm") is None:
-        pytest.skip("npm is not installed")
+    for name in _TOOLS.get(section.title, ()):
+        if shutil.which(name) is None:
+            pytest.skip(f"{name} is not installed")
     with served.cluster.client() as client, ExitStack() as stack:
         wanted = {readable(answer(client, special)) for special in (True, False)}
         assert len(min(wanted, key=len)) >= 5

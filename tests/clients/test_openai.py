@@ -177,7 +177,12 @@ def test_errors_are_the_sdks_own(client: OpenAI) -> None:
     for refused, param in (
         ({"functions": [{"name": "f", "parameters": {}}]}, "functions"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
-         "structured_outputs"),
+         "response_format"),
+        ({"extra_body": {"guided_json": {"type": "nothing"}}}, "guided_json"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "nothing"}}}],
+          "tool_choice": "required"}, "tools"),
+        ({"extra_body": {"allowed_token_ids": [5], "bad_words": ["!"]}}, "allowed_token_ids"),
+        ({"extra_body": {"guided_grammar": "root ::= root"}}, "guided_grammar"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs"),
     ):  # fmt: skip

@@ -132,6 +132,17 @@ def test_beam_search(client: OpenAI, grpc: Client) -> None:
     body = {"use_beam_search": True, "num_beams": 3, "length_penalty": 0.5}
     answer = client.completions.create(model="tiny", prompt=PROMPT, n=2, max_tokens=6, extra_body=body)
     assert [choice.text for choice in answer.choices] == [choice.text for choice in wanted.choices]
+    del body["use_beam_search"]  # `num_beams` says it
+    echoed = client.completions.create(
+        model="tiny", prompt=PROMPT, n=2, max_tokens=6, echo=True, logprobs=2, stop=["zz"], extra_body=body
+    )
+    assert [choice.text for choice in echoed.choices] == [PROMPT + choice.text for choice in wanted.choices]
+    num_prompt = len(grpc.tokenize(PROMPT))
+    for choice, same in zip(echoed.choices, wanted.choices, strict=True):
+        assert choice.logprobs is not None
+        values = choice.logprobs.token_logprobs or []
+        assert len(values) == num_prompt + len(same.token_ids)
+        assert sum(values[num_prompt:]) / len(same.token_ids) ** 0.5 == pytest.approx(same.beam_score, rel=1e-4)
 
 
 def test_echo_and_prompt_logprobs(client: OpenAI, grpc: Client) -> None:
@@ -147,7 +158,10 @@ def test_echo_and_prompt_logprobs(client: OpenAI, grpc: Client) -> None:
     assert choice.logprobs.token_logprobs == pytest.approx(values)
     assert len(choice.logprobs.tokens or []) == len(choice.logprobs.text_offset or []) == len(ids) + 3
     assert (choice.logprobs.text_offset or [])[len(ids)] == len(PROMPT)
-    (only,) = client.completions.create(**asked, max_tokens=0).choices
+    alone = client.completions.create(**asked, max_tokens=0)
+    assert alone.usage is not None
+    assert (alone.usage.prompt_tokens, alone.usage.completion_tokens) == (len(ids), 0)
+    (only,) = alone.choices
     assert only.text == PROMPT
     assert only.logprobs is not None
     assert only.logprobs.token_logprobs == pytest.approx(values[: len(ids)])

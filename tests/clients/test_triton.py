@@ -116,16 +116,36 @@ def test_infer_with_seed_stop_and_choices(client: triton.InferenceServerClient, 
     assert (texts(result), texts(result, "finish_reason")) == ([wanted.text], ["stop"])
 
 
+def test_infer_with_constraints(client: triton.InferenceServerClient, grpc: Client) -> None:
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    free = grpc.complete(PROMPT, **greedy)
+    word = next(char for char in free.text if char.isascii() and char.isalpha())
+    for asked in (
+        {"allowed_token_ids": [70, 71, 72]},
+        {"bad_words": [word]},
+        {"bad_words": word, "truncate_prompt_tokens": 4},
+        {"truncate_prompt_tokens": -1},
+    ):
+        ours = asked | ({"bad_words": [word]} if "bad_words" in asked else {})
+        wanted = grpc.complete(PROMPT, **greedy, **ours)
+        result = client.infer("tiny", inputs(exclude_input_in_output=True, sampling=greedy | asked))
+        assert texts(result) == [wanted.text], asked
+    for name in ("structured_outputs", "guided_decoding"):
+        result = client.infer("tiny", inputs(exclude_input_in_output=True, sampling={name: {"regex": "(ab){2}"}}))
+        assert texts(result) == ["abab"]
+
+
 @pytest.mark.parametrize("with_empty_final", [False, True])
 def test_stream(client: triton.InferenceServerClient, grpc: Client, with_empty_final: bool) -> None:
-    wanted = grpc.complete(PROMPT, temperature=0, max_tokens=16, ignore_eos=True)
-    sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+    """Of so many tokens that a busy machine cannot make one message."""
+    wanted = grpc.complete(PROMPT, temperature=0, max_tokens=200, ignore_eos=True)
+    sampling = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
     asked = {"inputs": inputs(stream=True, sampling=sampling), "enable_empty_final_response": with_empty_final}
     results = stream(client, asked)
     if with_empty_final:
         assert not results.pop().get_response().outputs
     assert "".join(texts(result)[0] for result in results) == wanted.text
-    assert len(results) > 1  # tokens of several steps travel together on a busy machine
+    assert len(results) > 2
     assert [texts(result, "finish_reason")[0] for result in results] == [""] * (len(results) - 1) + ["length"]
 
 
@@ -201,6 +221,12 @@ def test_typed_contents_are_answered_in_kind(served: Served, grpc: Client) -> No
         ({"sampling": {"temperature": "warm"}}, "parameters.temperature = 'warm': must be a number"),
         ({"sampling": {"max_tokens": 1.5}}, "parameters.max_tokens = 1.5: must be a whole number"),
         ({"sampling": [1]}, "sampling_parameters"),
+        ({"sampling": {"allowed_token_ids": 5}}, "parameters.allowed_token_ids = 5: must be a list of token ids"),
+        ({"sampling": {"bad_words": [5]}}, "parameters.bad_words: must be text"),
+        ({"sampling": {"structured_outputs": "a"}}, "parameters.structured_outputs: must be an object"),
+        ({"sampling": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "must have one constraint"),
+        ({"sampling": {"structured_outputs": {"regex": "a"}, "guided_decoding": {"regex": "a"}}}, "older name"),
+        ({"sampling": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens = 0: must be in 1"),
         ({"sampling": {"max_tokens": 4000}}, "sampling.max_tokens = 4000: must be at most"),
         ({"stream": True}, "use ModelStreamInfer"),
         ({"text": ""}, "text = '': must not be empty"),

@@ -46,16 +46,20 @@ def make_engine(model: Path, **overrides: Any) -> Engine:
         "kv_cache_memory_bytes": 1,
     } | overrides
     num_blocks = options.pop("num_blocks", NUM_BLOCKS)
-    options["kv_cache_memory_bytes"] = num_blocks * block_bytes(model, options["block_size"])
+    size = block_bytes(model, options["block_size"], options.get("kv_cache_dtype", "auto"))
+    options["kv_cache_memory_bytes"] = num_blocks * size
     return Engine(EngineOptions(**options))
 
 
-def block_bytes(model: Path, block_size: int) -> int:
-    from engine.memory import KvLayout
+def block_bytes(model: Path, block_size: int, kv_cache_dtype: str = "auto") -> int:
+    from engine.memory import KV_FORMATS, KvLayout
     from engine.model_config import load_model_config
 
     config = load_model_config(str(model), dtype="float32")
-    return KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, torch.float32).block_bytes
+    form = KV_FORMATS[kv_cache_dtype]
+    return KvLayout(
+        config.num_layers, config.num_kv_heads, config.head_dim, block_size, torch.float32, form
+    ).block_bytes
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """A fast, deterministic stand-in for the model: its next token depends on every token seen through the block table.
 
 It stores token ids where the KV would be, by block and slot. A wrong block table, a missed copy on write, a block
-reused too early or computed tokens that were not computed show up as wrong tokens.
+reused too early or computed tokens that were not computed show up as wrong tokens. KV groups store theirs apart; what a
+group's window shows is checked at each step, and where group 0 slides the oracle is told what lies before its window.
 """
 
 import hashlib
@@ -12,9 +13,11 @@ import numpy as np
 
 from engine.sample import SampledToken
 from engine.sequence import Schedule, ScheduledSequence, Sequence
+from kvstore.kv_groups import RELEASED, KvGroups
 
 VOCAB_SIZE = 97
 EOS = 2
+GROUP_OFFSET = 1000
 
 
 def next_token(visible: Seq[int], choice: int, suppress: frozenset[int] = frozenset()) -> int:
@@ -33,7 +36,8 @@ def suppressed(params_stop: Seq[int], index: int, min_tokens: int) -> frozenset[
 class FakeRunner:
     """See the module's docstring. `steps` keeps (request, choice, tokens computed) of each step for assertions."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, groups: KvGroups | None = None) -> None:
+        self.groups = KvGroups(block_size=block_size) if groups is None else groups
         self.slots = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.block_size = block_size
         self.steps: list[list[tuple[str, int, int]]] = []
@@ -51,9 +55,12 @@ class FakeRunner:
         for item in schedule.items:
             seq, start = item.sequence, item.sequence.num_computed_tokens
             known = [*seq.token_ids[: start + item.num_new_tokens - len(item.draft_token_ids)], *item.draft_token_ids]
-            for position in range(start, start + item.num_new_tokens):
-                block, slot = seq.block_table[position // self.block_size], position % self.block_size
-                self.slots[block, slot] = known[position]
+            for group, table in enumerate(seq.tables):
+                for position in range(start, start + item.num_new_tokens):
+                    block, slot = table[position // self.block_size], position % self.block_size
+                    self.slots[block, slot] = known[position] + group * GROUP_OFFSET
+                if not self.groups.is_plain:
+                    self._check_window(group, table, known, start)
         return [self._sample_with_drafts(item) if item.sample else [] for item in schedule.items]
 
     def _sample_with_drafts(self, item: ScheduledSequence) -> list[SampledToken]:
@@ -66,13 +73,23 @@ class FakeRunner:
             tokens += self._sample(seq, end + i + 1)
         return tokens
 
+    def _check_window(self, group: int, table: Seq[int], known: Seq[int], start: int) -> None:
+        """What the token at `start` and all behind it see is there, and theirs."""
+        first = self.groups.groups[group].first_seen(start)
+        blocks = list(table[first // self.block_size : -(-len(known) // self.block_size)])
+        assert RELEASED not in blocks, "a block was given back too early"
+        shown = self.slots[blocks].reshape(-1)[first % self.block_size :][: len(known) - first]
+        assert list(shown - group * GROUP_OFFSET) == list(known[first:])
+
     def visible(self, block_table: Seq[int], num_tokens: int) -> list[int]:
         """The tokens whose KV the block table shows."""
         flat = self.slots[list(block_table)].reshape(-1)[:num_tokens]
         return [int(token) for token in flat]
 
     def _sample(self, seq: Sequence, num_tokens: int) -> list[SampledToken]:
-        visible = self.visible(seq.block_table, num_tokens)
+        first = seq.num_released[0] if seq.num_released else 0
+        before = seq.token_ids[: first * self.block_size]
+        visible = before + self.visible(seq.block_table[first:], num_tokens - len(before))
         params = seq.params
         index = num_tokens - seq.num_prompt_tokens
         suppress = suppressed(params.stop_token_ids, index, params.min_tokens)

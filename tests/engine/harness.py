@@ -19,6 +19,7 @@ from engine.tiers.store_format import StoreFormat
 from engine.tiers.tier import Slots, Tier
 from kvstore.block_pool import BlockPool
 from kvstore.block_store import BlockStore
+from kvstore.kv_groups import RELEASED, plan_groups
 from kvstore.tier_book import TierBook
 from pagewire.sampling import SamplingParams
 from pagewire.speculative import SpeculativeConfig
@@ -63,6 +64,7 @@ class Harness:
     speculator: Speculator | None = None
     make_drafter: Callable[[BlockPool], tuple[SpeculativeConfig, Drafter]] | None = None
     may_break: bool = False
+    windows: tuple[int | None, ...] = (None,)
     num_host_blocks: int = 0
     disk: Callable[[int, int], DiskSlots] | None = None
     store: Callable[[int, int], tuple[BlockStore, StoreFormat]] | None = None
@@ -79,8 +81,14 @@ class Harness:
     num_accepted: int = 0
 
     def __post_init__(self) -> None:
-        pool = BlockPool(self.num_blocks, enable_caching=self.enable_caching)
-        self.cache = KvCache(pool, b"r" * 32, self.block_size)
+        groups = plan_groups(self.windows, block_size=self.block_size, max_chunk=self.max_num_batched_tokens)
+        pool = BlockPool(
+            self.num_blocks,
+            enable_caching=self.enable_caching,
+            num_groups=len(groups),
+            closes_chains=groups.groups[0].window is not None,
+        )
+        self.cache = KvCache(pool, b"r" * 32, self.block_size, groups)
         self.drafter = None
         if self.make_drafter is not None:
             speculative, self.drafter = self.make_drafter(pool)
@@ -93,7 +101,7 @@ class Harness:
             frozenset({EOS}),
             VOCAB_SIZE,
         )
-        self.runner = FakeRunner(self.num_blocks, self.block_size)
+        self.runner = FakeRunner(self.num_blocks, self.block_size, groups)
         self.tiers = self._make_tiers() if self.num_host_blocks or self.disk or self.store else None
         self.scheduler = Scheduler(config, self.cache, self.speculator, self.tiers)
 
@@ -150,6 +158,7 @@ class Harness:
             self.drafter.settle(schedule, sampled)
         output = self.scheduler.update(schedule, sampled)
         self.scheduler.check_integrity()
+        self.check_held()
         assert not (only_decodes and output.num_prefill_tokens), "drafts are no prefill"
         assert output.load.num_running <= self.max_num_seqs
         for token in output.tokens:
@@ -172,6 +181,14 @@ class Harness:
         for held in output.held:
             self.held[held.request_id] = held
         return output
+
+    def check_held(self) -> None:
+        """No running sequence holds more of a group that slides than its window, a chunk and a block."""
+        groups = self.cache.groups
+        for sequence in self.scheduler._queues.running:
+            for group, table in enumerate(sequence.tables):
+                most = groups.most_held(group)
+                assert most is None or sum(block_id != RELEASED for block_id in table) <= most
 
     def run(self, max_steps: int = 2000) -> None:
         """Steps until everything has ended."""
@@ -209,7 +226,7 @@ class Harness:
 
     def release_held(self) -> None:
         for held in self.held.values():
-            self.cache.release(held.block_ids)
+            self.cache.release(held.all_block_ids)
         self.held.clear()
 
     def check_idle(self) -> None:

@@ -58,7 +58,7 @@ def run(engine: Engine, name: str, prompt: list[int], params: SamplingParams) ->
 def test_evicted_prompts_give_the_same_bits_again(build: Callable[..., Engine], family: str) -> None:
     """CASES F6: run, let others evict its blocks, run again; and once more out of what is then cached."""
     sizes = build(family, kv_cache_memory_bytes=1 << 20)
-    block_bytes = int(sizes.memory.buffer.shape[1])
+    block_bytes = int(sizes.memory.buffer.shape[1]) * len(sizes.kv_cache.groups)
     engine = build(family, kv_cache_memory_bytes=26 * block_bytes, max_num_batched_tokens=24, max_num_seqs=4)
     for params in (GREEDY, SAMPLED):
         for number, prompt in enumerate(PROMPTS):

@@ -65,3 +65,25 @@ def test_impossible_tokens_have_minus_infinity() -> None:
     found = token_logprobs(raw, 0, 3)
     assert found.logprob == pytest.approx(np.log(0.5))
     assert found.top[2] == (1, -np.inf)
+
+
+def test_the_likeliest_of_what_may_be_drawn() -> None:
+    """Masks count, bias does not; values and the drawn token's rank stay the model's. Fewer, if fewer may be drawn."""
+    best = [int(token_id) for token_id in torch.topk(LOGITS, 6).indices]
+    allowed = np.ones(VOCAB, dtype=np.bool_)
+    allowed[best[0]] = allowed[best[3]] = False
+    bias = MappingProxyType({best[5]: 100.0})
+    params = SamplingParams(temperature=0.0, logit_bias=bias, logprobs=3, drawable_logprobs=True)
+    found = sample_one(LOGITS, params, allowed=allowed, suppressed_token_ids=(best[1], VOCAB + 5))
+    assert found.token_id == best[5]
+    assert found.logprobs is not None
+    assert (found.logprobs.rank, found.logprobs.logprob) == (6, pytest.approx(float(WANTED[best[5]]), abs=2e-7))
+    assert [token for token, _ in found.logprobs.top] == [best[2], best[4], best[5]]
+    assert [value for _, value in found.logprobs.top] == pytest.approx(
+        [float(WANTED[token]) for token in (best[2], best[4], best[5])], abs=2e-7
+    )
+    only = np.zeros(VOCAB, dtype=np.bool_)
+    only[17] = True
+    alone = sample_one(LOGITS, params, allowed=only).logprobs
+    assert alone is not None
+    assert [token for token, _ in alone.top] == [17]

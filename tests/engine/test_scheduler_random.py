@@ -21,11 +21,12 @@ from engine.tiers.host_slots import HostSlots
 from engine.tiers.tier import Bytes
 from engine.transfer.checksum import checksum
 from kvstore.block_pool import BlockPool
+from kvstore.kv_groups import HeldBlocks, plan_groups
 from kvstore.tier_block import Entry, owner_of
 from pagewire.sampling import SamplingParams
 from pagewire.speculative import SpeculativeConfig
 from tests.engine.draft.fake_model import FakeDraftModel
-from tests.engine.fake_runner import EOS, VOCAB_SIZE, next_token, suppressed
+from tests.engine.fake_runner import EOS, GROUP_OFFSET, VOCAB_SIZE, next_token, suppressed
 from tests.engine.harness import BLOCK_SIZE, Harness
 
 PREFIX = tuple(range(11, 23))
@@ -81,17 +82,26 @@ def _with_adopted(rng: Random, harness: Harness, request: EngineRequest) -> Engi
     if len(going_on) == 1:
         tokens += going_on[0].output_token_ids
     num_tokens = rng.choice([len(tokens), len(request.prompt_token_ids), rng.randint(0, len(tokens))])
-    blocks = harness.cache.allocate(harness.cache.num_blocks_for(num_tokens) + rng.choice([0, 0, 1]))
+    # The scheduler may leave the last token to be computed.
+    firsts = harness.cache.groups.first_blocks(max(0, num_tokens - 1))
+    is_committed, surplus = rng.random() < 0.5, rng.choice([0, 0, 1])  # intake may have committed what it verified
+    keys, size = harness.cache.keys_for(tokens[:num_tokens], request.cache_salt), harness.block_size
+    end = harness.cache.num_blocks_for(num_tokens) + surplus
+    blocks = harness.cache.allocate(sum(end - first for first in firsts))
     if blocks is None:
         return request
-    keys = harness.cache.keys_for(tokens[:num_tokens], request.cache_salt)
-    for position in range(num_tokens):
-        harness.runner.slots[blocks[position // harness.block_size], position % harness.block_size] = tokens[position]
-    if rng.random() < 0.5:  # intake may have committed what it verified
-        for i, key in enumerate(keys):
-            own = tokens[i * harness.block_size : (i + 1) * harness.block_size]
-            blocks[i] = harness.cache.commit(blocks[i], key, own)
-    return replace(request, adopted=AdoptedKv(tuple(blocks), num_tokens))
+    held = []
+    for group, first in enumerate(firsts):
+        own = [blocks.pop(0) for _ in range(end - first)]
+        for position in range(first * size, num_tokens):
+            block_id = own[position // size - first]
+            harness.runner.slots[block_id, position % size] = tokens[position] + group * GROUP_OFFSET
+        for i in range(first, len(keys)) if is_committed else ():
+            parent = keys[i - 1] if i else None
+            content = tokens[i * size : (i + 1) * size]
+            own[i - first] = harness.cache.commit(own[i - first], keys[i], content, parent, group=group)
+        held.append(HeldBlocks(first, tuple(own)))
+    return replace(request, adopted=AdoptedKv(held[0].block_ids, num_tokens, held[0].first, tuple(held[1:])))
 
 
 class Guesser:
@@ -140,16 +150,23 @@ def _drafter(rng: Random, config: SpeculativeConfig, pool: BlockPool) -> tuple[S
 
 
 def _run_workload(
-    seed: int, *, speculates: bool = False, has_draft_model: bool = False, num_host_blocks: int = 0
+    seed: int,
+    *,
+    speculates: bool = False,
+    has_draft_model: bool = False,
+    num_host_blocks: int = 0,
+    windows: tuple[int | None, ...] = (None,),
 ) -> Counter[str]:
     """Runs one workload, checks everything, and says what happened in it."""
     rng = Random(seed)
     config = SpeculativeConfig(
         num_speculative_tokens=rng.choice([1, 3, 9]), least_acceptance=rng.choice([0.0, 0.9]), pause_steps=2
     )
+    num_spare, most = rng.choice([10, 10, 11, 14, 40]) - 10, rng.choice([5, 6, 8, 64])
     harness = Harness(
-        num_blocks=rng.choice([10, 10, 11, 14, 40]),
-        max_num_batched_tokens=rng.choice([5, 6, 8, 64]),
+        num_blocks=plan_groups(windows, block_size=BLOCK_SIZE, max_chunk=most).num_pool_blocks(40) + num_spare,
+        windows=windows,
+        max_num_batched_tokens=most,
         max_num_seqs=rng.choice([1, 2, 3, 5]),
         enable_caching=rng.random() < 0.75 or num_host_blocks > 0,
         speculator=Speculator(config, Guesser(Random(seed))) if speculates else None,
@@ -195,6 +212,25 @@ def _run_workload(
 @given(seed=SEEDS, speculates=st.booleans())
 def test_tokens_equal_the_oracle(seed: int, speculates: bool) -> None:
     _run_workload(seed, speculates=speculates)
+
+
+WINDOWS = ((None, 5, 5), (5,), (None, 1), (None, None, 9, 9), (8,), (3, 7, None))
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=SEEDS, speculates=st.booleans(), windows=st.sampled_from(WINDOWS))
+def test_tokens_equal_the_oracle_with_windows(seed: int, speculates: bool, windows: tuple[int | None, ...]) -> None:
+    """Each KV group shows each token what its window covers, whatever was given back, shared or rolled back."""
+    _run_workload(seed, speculates=speculates, windows=windows)
+
+
+def test_the_workloads_with_windows_are_hard() -> None:
+    workloads = (
+        _run_workload(seed, speculates=seed % 2 == 0, windows=WINDOWS[seed % len(WINDOWS)]) for seed in range(60)
+    )
+    seen = sum(workloads, Counter[str]())
+    wanted = ("adopted", "resumed", "preempted", "copied", "hit", "evicted", "aborted", "accepted")
+    assert not {what: seen[what] for what in wanted if seen[what] < 20}
 
 
 def test_the_workloads_are_hard() -> None:

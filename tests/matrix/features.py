@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from pagewire.sampling import SamplingParams, StructuredOutput
 from pagewire.text.tokenizer import Tokenizer
-from router.request import GenerateCall, TextOptions, TokenPrompt
+from router.request import BeamSearch, GenerateCall, TextOptions, TokenPrompt
 from tests.matrix.system import Output, Result
 from tests.tiny_models import EOS
 
@@ -28,9 +28,23 @@ class Feature:
     params: SamplingParams
     options: TextOptions = field(default_factory=TextOptions)
     truncate: int | None = None
+    best_of: int | None = None
+    beam_search: BeamSearch | None = None
+
+    @property
+    def is_the_routers(self) -> bool:
+        """An engine alone does not have it."""
+        return bool(self.options.stop or self.best_of or self.beam_search)
 
     def call(self) -> GenerateCall:
-        return GenerateCall(TokenPrompt(tuple(PROMPT)), self.params, self.options, truncate_prompt_tokens=self.truncate)
+        return GenerateCall(
+            TokenPrompt(tuple(PROMPT)),
+            self.params,
+            self.options,
+            truncate_prompt_tokens=self.truncate,
+            best_of=self.best_of,
+            beam_search=self.beam_search,
+        )
 
 
 def free(**fields: object) -> SamplingParams:
@@ -44,6 +58,7 @@ def structured(kind: str, value: str = "", choices: tuple[str, ...] = (), **fiel
 
 
 ALLOWED = tuple(range(40, 60))
+STOPS = ("4\x05", "!", "\x17")  # over two tokens, one token, one before min_tokens
 FEATURES: dict[str, Feature] = {
     "greedy": Feature(free(temperature=0.0)),
     "n": Feature(free(n=3, seed=5)),
@@ -76,6 +91,14 @@ FEATURES: dict[str, Feature] = {
     ),
     "regex stop prompt_logprobs": Feature(
         structured("regex", REGEX, prompt_logprobs=1, n=2, repetition_penalty=1.1)
+    ),
+    "stop": Feature(free(n=2, logprobs=0), TextOptions(stop=STOPS)),
+    "stop shown": Feature(free(min_tokens=6), TextOptions(stop=STOPS, include_stop_str_in_output=True)),
+    "best_of": Feature(free(n=2, prompt_logprobs=1), best_of=4),
+    "beam_search": Feature(free(n=2, seed=1), beam_search=BeamSearch(3, length_penalty=0.7)),
+    "beam_search regex logprobs": Feature(
+        replace(structured("regex", REGEX, n=2, logprobs=2, prompt_logprobs=1), max_tokens=12),
+        TextOptions(stop=("x-6", "l-")), beam_search=BeamSearch(3),
     ),
 }  # fmt: skip
 

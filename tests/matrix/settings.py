@@ -25,6 +25,10 @@ PLAIN: Mapping[str, Any] = {
 _DRAFTS: dict[str, Any] = {"num_speculative_tokens": 3, "least_acceptance": 0}
 
 
+_ROUNDED = ("int8", "w8a8", "int8 KV", "fp8 KV")
+"""Where a sum's last bits can decide which number is the nearest."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One thing to switch on.
@@ -57,6 +61,8 @@ SETTINGS: dict[str, Setting] = {
     "int8": Setting({"quantization": "int8"}, changes_output=True),
     "w8a8": Setting({"quantization": "w8a8"}, changes_output=True),
     "GPTQ": Setting(model=GPTQ_DIR, changes_output=True),
+    "int8 KV": Setting({"kv_cache_dtype": "int8"}, changes_output=True),
+    "fp8 KV": Setting({"kv_cache_dtype": "fp8"}, changes_output=True),
     "structured output": Setting(
         sampling={"structured_output": StructuredOutput("regex", "([a-z]{2,4}-[0-9]{1,3};){4,8}"), "ignore_eos": False},
         changes_output=True,
@@ -64,7 +70,7 @@ SETTINGS: dict[str, Setting] = {
     "n > 1": Setting(sampling={"n": 2}, changes_output=True),
     "log-probabilities": Setting(sampling={"logprobs": 2, "prompt_logprobs": 1}, changes_output=True),
     "penalties": Setting(sampling={"repetition_penalty": 1.3, "presence_penalty": 0.2}, changes_output=True),
-    "TP 2": Setting({"tensor_parallel_size": 2}, changes_output_of=("int8", "w8a8", "log-probabilities")),
+    "TP 2": Setting({"tensor_parallel_size": 2}, changes_output_of=(*_ROUNDED, "log-probabilities")),
 }  # fmt: skip
 
 REFUSED: dict[frozenset[str], str] = {
@@ -74,6 +80,7 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"w8a8", "GPTQ"}): "weights have one form at a time",
     frozenset({"TP 2", "LoRA"}): "adapters can't be shared out yet",
     frozenset({"TP 2", "GPTQ"}): "the groups of quantized checkpoints can't be cut yet",
+    frozenset({"int8 KV", "fp8 KV"}): "the cache has one form at a time",
 }
 """Pairs that cannot be, and why."""
 
@@ -87,6 +94,8 @@ NOTES: dict[frozenset[str], str] = {
     ): "a prompt whose log-probabilities are asked for is computed anew",
     frozenset({"TP 2", "int8"}): "scales are of what a rank has of a row: other weights than one process has",
     frozenset({"TP 2", "w8a8"}): "scales are of what a rank has of a row: other weights than one process has",
+    frozenset({"TP 2", "int8 KV"}): "a sum's last bits, added in parts, can decide what a value is rounded to",
+    frozenset({"TP 2", "fp8 KV"}): "a sum's last bits, added in parts, can decide what a value is rounded to",
     frozenset({"TP 2", "log-probabilities"}): "equal up to the last bits of their sums, which are added in parts",
     frozenset({"TP 2", "draft model"}): "the draft model runs on the first rank alone",
     frozenset({"tiers", "log-probabilities"}): "a prompt whose log-probabilities are asked for is computed anew",

@@ -17,12 +17,13 @@ from pagewire import rpc
 from pagewire.config import WorkerConfig
 from pagewire.sampling import SamplingParams
 from prefill_svc.app import PrefillApp
+from router.generation import Generation
 from router.model import ModelFacts
 from router.observer import RequestObserver
 from router.pipeline import Pipeline
 from router.placement import Demand, Limits, NoWorker, Placement, Worker
 from router.prompt_keys import KeySpace
-from router.request import GenerateCall, Piece, PromptLogprobs
+from router.request import GenerateCall, Piece, PromptLogprobs, Token
 from tests.decode_svc.harness import BLOCK_SIZE, NUM_BLOCKS, make_engine
 
 STEP_SECONDS = 0.004  # a tiny model would be done before anybody could disturb it
@@ -156,6 +157,25 @@ class _Migrations(RequestObserver):
         self.num += num_migrations
 
 
+async def result_of(pipeline: Pipeline, call: GenerateCall) -> Result:
+    result, num_tokens = Result(), 0
+    async for output in pipeline.generate(call):
+        if isinstance(output, PromptLogprobs):
+            assert not num_tokens
+            assert output.start == len(result.prompt_logprobs) + 1
+            result.prompt_logprobs += map(_plain, output.entries)
+        elif isinstance(output, Piece):
+            choice = result.choice(output.choice)
+            assert output.index == len(choice.token_ids)
+            choice.token_ids += output.token_ids
+            choice.text += output.text
+            choice.logprobs += map(_plain, output.logprobs)
+            if output.finish_reason is not None:
+                choice.finish = output.finish_reason.name
+            num_tokens += len(output.token_ids)
+    return result
+
+
 class System:
     """`generate` runs a call; with `break_after` tokens its decode worker's session is broken once."""
 
@@ -169,25 +189,29 @@ class System:
         return self._observer.num
 
     async def generate(self, call: GenerateCall, *, break_after: int | None = None) -> Result:
-        result, num_tokens = Result(), 0
-        async for output in self.pipeline.generate(call):
-            if isinstance(output, PromptLogprobs):
-                assert not num_tokens
-                assert output.start == len(result.prompt_logprobs) + 1
-                result.prompt_logprobs += map(_plain, output.entries)
-            elif isinstance(output, Piece):
-                choice = result.choice(output.choice)
-                assert output.index == len(choice.token_ids)
-                choice.token_ids += output.token_ids
-                choice.text += output.text
-                choice.logprobs += map(_plain, output.logprobs)
-                if output.finish_reason is not None:
-                    choice.finish = output.finish_reason.name
-                num_tokens += len(output.token_ids)
-                if break_after is not None and num_tokens >= break_after:
-                    break_after = None
-                    await self.break_sessions()
-        return result
+        if break_after is None:
+            return await result_of(self.pipeline, call)
+        encoder, breaks = self.pipeline._encoder, list[asyncio.Task[None]]()
+        make = encoder.generation
+
+        def generation(*arguments: Any) -> Generation:
+            made = make(*arguments)
+            accept = made.accept
+
+            def accept_and_break(token: Token) -> None:
+                accept(token)
+                if made.num_completion_tokens >= break_after and not breaks:
+                    breaks.append(asyncio.create_task(self.break_sessions()))
+
+            made.accept = accept_and_break  # type: ignore[method-assign]
+            return made
+
+        encoder.generation = generation  # type: ignore[method-assign]
+        try:
+            return await result_of(self.pipeline, call)
+        finally:
+            encoder.generation = make  # type: ignore[method-assign]
+            await asyncio.gather(*breaks)
 
     async def break_sessions(self) -> None:
         """As if the network had cut every decode stream."""

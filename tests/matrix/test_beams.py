@@ -17,11 +17,10 @@ from pagewire.sampling import SamplingParams
 from router.beams import BeamState
 from router.pipeline import Pipeline
 from router.request import BeamSearch, GenerateCall, Piece, Summary, TokenPrompt
+from tests.matrix.beam_oracle import EOS, PROMPTS, hugging_face, load_oracle
 from tests.matrix.system import system
 from tests.offline.models import OPTIONS
 
-EOS = (2, 60, 90, 120, 140, 200, 221)  # so many that some beam meets one
-PROMPTS = [[(7 * i + 3 * k) % 250 + 10 for i in range(9 + 4 * k)] for k in range(3)]
 SEARCHES = [
     BeamSearch(2),
     BeamSearch(4),
@@ -41,35 +40,7 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def oracle(model: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def hugging_face(
-    oracle: Any, prompt: list[int], search: BeamSearch, max_tokens: int, *, ignore_eos: bool = False
-) -> list[tuple[list[int], float]]:
-    """All outputs with their scores, best first."""
-    from transformers import GenerationConfig
-
-    early = "never" if search.early_stopping is None else search.early_stopping
-    oracle.generation_config.eos_token_id = None
-    config = GenerationConfig(
-        max_new_tokens=max_tokens, do_sample=False, num_beams=search.num_beams, length_penalty=search.length_penalty,
-        early_stopping=early, num_return_sequences=search.num_beams, eos_token_id=None if ignore_eos else list(EOS),
-        pad_token_id=0, return_dict_in_generate=True, output_scores=True,
-    )  # fmt: skip
-    with torch.inference_mode():
-        found = oracle.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            generation_config=config,
-        )
-    outputs = []
-    for row, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
-        ends = [i + 1 for i, token in enumerate(row) if token in EOS and not ignore_eos]
-        outputs.append((row[: min(ends, default=len(row))], score))
-    return outputs
+    return load_oracle(model)
 
 
 def by_the_rules(oracle: Any, prompt: list[int], search: BeamSearch, max_tokens: int) -> BeamState:
@@ -82,7 +53,7 @@ def by_the_rules(oracle: Any, prompt: list[int], search: BeamSearch, max_tokens:
         best = logprobs.topk(state.num_candidates)
         state.advance(
             [
-                list(zip(ids, values, strict=True))
+                tuple(zip(ids, values, strict=True))
                 for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
             ]
         )
@@ -117,7 +88,7 @@ async def outputs_of(pipeline: Pipeline, search: BeamSearch, max_tokens: int, ig
 
 
 def check(oracle: Any, pieces: list[Piece], search: BeamSearch, max_tokens: int, ignore_eos: bool) -> None:
-    wanted = hugging_face(oracle, PROMPTS[1], search, max_tokens, ignore_eos=ignore_eos)[:2]
+    wanted = hugging_face(oracle, PROMPTS[1], search, max_tokens, eos=() if ignore_eos else EOS)[:2]
     assert [piece.token_ids for piece in pieces] == [ids for ids, _ in wanted]
     assert [piece.beam_score for piece in pieces] == pytest.approx([score for _, score in wanted], rel=1e-4)
 
@@ -179,8 +150,11 @@ async def test_what_beams_refuse(model: Path) -> None:
             (BeamSearch(1), {}, "beam_search.num_beams"),
             (BeamSearch(17), {}, "beam_search.num_beams"),
             (BeamSearch(2), {"n": 3}, "sampling.n"),
-            (BeamSearch(2), {"temperature": 0.5}, "sampling.temperature"),
-            (BeamSearch(2), {"logprobs": 1}, "sampling.logprobs"),
+            (BeamSearch(2), {"temperature": 0.5}, "sampling.temperature = 0.5: is not supported"),
+            (BeamSearch(2), {"top_k": 5}, "sampling.top_k = 5: is not supported"),
+            (BeamSearch(2), {"frequency_penalty": 1.0}, "sampling.frequency_penalty: is not supported"),
+            (BeamSearch(2), {"logit_bias": {5: 1.0}}, "sampling.logit_bias"),
+            (BeamSearch(16), {"stop_token_ids": (5,)}, "beam_search.num_beams"),
             (BeamSearch(2, length_penalty=float("nan")), {}, "beam_search.length_penalty"),
         ):
             sampling = SamplingParams(max_tokens=4, **fields)  # type: ignore[arg-type]

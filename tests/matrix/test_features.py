@@ -6,6 +6,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from pagewire.sampling import StructuredOutput
 from pagewire.text.tokenizer import Tokenizer
 from tests.decode_svc.harness import make_engine
-from tests.matrix.features import ALLOWED, FEATURES, PROMPT, check_equal, text_of, work_of
+from tests.matrix.features import ALLOWED, FEATURES, PROMPT, STOPS, check_equal, text_of, work_of
 from tests.matrix.system import Output, Result, in_one_process, system
 from tests.tiny_models import EOS
 
@@ -26,7 +27,7 @@ def test_what_is_expected_has_the_features(expected: dict[str, Result], model: P
         assert len(result.prompt_logprobs) == (0 if params.prompt_logprobs is None else len(PROMPT) - 1)
         for output in result.choices.values():
             assert len(output.logprobs) == (0 if params.logprobs is None else len(output.token_ids)), name
-            if params.structured_output is not None:
+            if params.structured_output is not None and not FEATURES[name].options.stop:
                 check_structure(params.structured_output, output)
     assert set(expected["allowed_token_ids"].choice(0).token_ids) <= set(ALLOWED)
     ids = expected["bad_words_token_ids"].choice(0).token_ids
@@ -39,6 +40,32 @@ def test_what_is_expected_has_the_features(expected: dict[str, Result], model: P
     special = expected["special tokens"].choice(0)
     assert "<bos>" in special.text
     assert "<bos>" not in text_of(tokenizer, special, skip_special_tokens=True)
+    check_stops(expected)
+    check_best_of(expected["best_of"], model)
+
+
+def check_stops(expected: dict[str, Result]) -> None:
+    hidden, shown = expected["stop"].choices.values(), expected["stop shown"].choice(0)
+    assert any(choice.finish == "STOP" for choice in hidden)
+    assert not any(stop in choice.text for choice in hidden for stop in STOPS)
+    assert shown.finish == "STOP"
+    assert len(shown.token_ids) > FEATURES["stop shown"].params.min_tokens
+    assert shown.text.endswith(STOPS)
+    beams = expected["beam_search regex logprobs"]
+    assert any(choice.finish == "STOP" for choice in beams.choices.values())
+
+
+def check_best_of(found: Result, model: Path) -> None:
+    """Those of all that were drawn whose tokens are likeliest, by the engine's own numbers."""
+    feature = FEATURES["best_of"]
+    engine = make_engine(model)
+    try:
+        params = replace(feature.params, n=feature.best_of or 0, logprobs=0)
+        drawn = in_one_process(engine, {"all": (PROMPT, params)})["all"].choices.values()
+    finally:
+        engine.close()
+    best = sorted(drawn, key=lambda choice: -sum(entry[0] for entry in choice.logprobs) / len(choice.logprobs))
+    assert [choice.token_ids for choice in best[:2]] == [choice.token_ids for choice in found.choices.values()]
 
 
 def check_structure(structure: StructuredOutput, output: Output) -> None:
@@ -67,7 +94,8 @@ def test_together_with_preemption(expected: dict[str, Result], model: Path) -> N
     tokenizer = Tokenizer.load(model)
     engine = make_engine(model, num_blocks=26, max_model_len=96)
     try:
-        found = in_one_process(engine, {name: work_of(feature, tokenizer) for name, feature in FEATURES.items()})
+        alone = {name: feature for name, feature in FEATURES.items() if not feature.is_the_routers}
+        found = in_one_process(engine, {name: work_of(feature, tokenizer) for name, feature in alone.items()})
         assert engine.scheduler.num_preemptions > 0, "the pool was too large to show anything"
     finally:
         engine.close()
@@ -82,7 +110,9 @@ async def test_through_services(
     async with system(model, num_prefill=num_prefill, num_decode=num_decode) as running:
         for name, feature in FEATURES.items():
             before = running.num_migrations
-            found = await running.generate(feature.call(), break_after=3 * feature.params.n if migrates else None)
+            break_after = 3 * (feature.best_of or feature.params.n)
+            found = await running.generate(feature.call(), break_after=break_after if migrates else None)
             check_equal(name, found, expected[name])
-            if migrates:
+            # A step of a beam search is over too soon; test_beams.py and test_processes.py have its migrations.
+            if migrates and feature.beam_search is None:
                 assert running.num_migrations > before, f"{name}: nothing has migrated"

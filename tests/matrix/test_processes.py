@@ -4,6 +4,7 @@ Each decode worker is reached through a relay that ends the router's session aft
 had, but never too late. `test_features.py` has the other paths, in one process.
 """
 
+import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 
 from pagewire import AsyncClient
@@ -22,6 +24,7 @@ from tests.chaos.system import System
 from tests.chaos.zygote import Zygote
 from tests.conftest import shared_memory
 from tests.matrix.features import FEATURES, PROMPT, Feature, check_equal
+from tests.matrix.http_features import HTTP_FEATURES, choices_of, http_answers
 from tests.matrix.system import Result, _plain
 from tests.ports import free_port
 
@@ -64,7 +67,12 @@ def cut() -> Cut:
 
 
 @pytest.fixture(scope="module")
-def running(cut: Cut, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def http_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def running(cut: Cut, model: Path, http_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with ExitStack() as stack:
         zygote = Zygote()
         stack.callback(zygote.close)
@@ -81,7 +89,8 @@ def running(cut: Cut, model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             system.add_worker("prefill", name, "--kv-cache-memory-bytes", "800000")
         system.start()
         prefills = ",".join(system[name].endpoint for name in ("p0", "p1"))
-        system.add_router("r0", "--prefill-workers", prefills, "--decode-workers", ",".join(decoders))
+        system.add_router("r0", "--prefill-workers", prefills, "--decode-workers", ",".join(decoders),
+                          "--http-port", str(http_port))  # fmt: skip
         system.restore()
         yield system
         system.restore()
@@ -95,8 +104,25 @@ async def test_through_processes(expected: dict[str, Result], running: System, c
             found, last = await _generate(client, feature)
             check_equal(name, found, expected[name])
             assert running["r0"].metric(MIGRATIONS) > before, f"{name}: nothing has migrated"
-            assert last.decode_worker in ("d0", "d1")
+            # A beam search tells of its first step, which needs no decode.
+            assert last.decode_worker in (("",) if feature.beam_search else ("d0", "d1"))
             assert last.prefill_worker in ("p0", "p1")
+
+
+async def test_over_http(model: Path, running: System, cut: Cut, http_port: int) -> None:
+    expected = await http_answers(model)
+    (call,) = expected["tool call"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]).keys() == {"city", "days"}
+    thought = expected["reasoning and a tool call"][0]["message"]
+    assert (thought["reasoning_content"], thought["content"], len(thought["tool_calls"])) == ("hm, well", "So. ", 1)
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{http_port}/v1/", timeout=60) as client:
+        for name, (path, body) in HTTP_FEATURES.items():
+            before = running["r0"].metric(MIGRATIONS)
+            cut.arm()
+            answer = (await client.post(path, json=body)).json()
+            assert "choices" in answer, (name, answer)
+            assert choices_of(answer) == expected[name], name
+            assert running["r0"].metric(MIGRATIONS) > before, f"{name}: nothing has migrated"
 
 
 async def _generate(client: AsyncClient, feature: Feature) -> tuple[Result, Chunk]:
@@ -121,6 +147,13 @@ async def _generate(client: AsyncClient, feature: Feature) -> tuple[Result, Chun
 
 def _chunks(client: AsyncClient, feature: Feature) -> AsyncIterator[Chunk]:
     given: dict[str, Any] = {name: getattr(feature.params, name) for name in SamplingParams.__dataclass_fields__}
+    if (search := feature.beam_search) is not None:
+        given |= {"num_beams": search.num_beams, "length_penalty": search.length_penalty}
     return client.generate(
-        PROMPT, truncate_prompt_tokens=feature.truncate, timeout=60, **given, **asdict(feature.options)
+        PROMPT,
+        truncate_prompt_tokens=feature.truncate,
+        best_of=feature.best_of,
+        timeout=60,
+        **given,
+        **asdict(feature.options),
     )

@@ -15,8 +15,9 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
-from pagewire import rpc
+from pagewire import reflection, rpc
 from pagewire.errors import InvalidArgument, ResourceExhausted, from_rpc_error
 from pagewire.interceptor import ServiceInterceptor
 from pagewire.security import Security
@@ -103,13 +104,39 @@ async def tool(name: str, *args: str) -> tuple[int, str]:
 async def test_grpcurl_lists_describes_and_calls_through_reflection(running: Running) -> None:
     code, listed = await tool("grpcurl", "-plaintext", running.target, "list")
     assert code == 0, listed
-    assert set(listed.split()) == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert set(listed.split()) == {SERVICE, "grpc.health.v1.Health", *reflection.SERVICE_NAMES}
+    code, described = await tool(
+        "grpcurl", "-plaintext", running.target, "describe", "grpc.reflection.v1.ServerReflection"
+    )
+    assert code == 0
+    assert "stream .grpc.reflection.v1.ServerReflectionRequest" in described
     code, described = await tool("grpcurl", "-plaintext", running.target, "describe", "pagewire.v1.GenerateRequest")
     assert code == 0
     assert "SamplingParams sampling" in described
     code, answer = await tool("grpcurl", "-plaintext", "-d", '{"text": "abc"}', running.target, f"{SERVICE}/Tokenize")
     assert code == 0, answer
     assert re.search(r'"token_?[iI]ds": \[\s*3\s*\]', answer), answer
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_under_both_names(running: Running, version: str) -> None:
+    """grpcurl and buf try one after the other, so that they do not tell which of them is there."""
+    async with rpc.channel(running.target) as channel:
+        ask = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        requests = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+            reflection_pb2.ServerReflectionRequest(file_by_filename="nowhere.proto"),
+        ]
+        listed, described, unknown = [answer async for answer in ask(iter(requests), timeout=20)]
+    names = {service.name for service in listed.list_services_response.service}
+    assert names == {SERVICE, "grpc.health.v1.Health", *reflection.SERVICE_NAMES}
+    assert described.file_descriptor_response.file_descriptor_proto
+    assert unknown.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
 async def test_buf_curl_calls_through_reflection(running: Running) -> None:

@@ -114,7 +114,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"top_p": 0.0}, "top_p", "must be in (0, 1]; got 0.0"),
     ({"top_p": 1.5}, "top_p", "must be in (0, 1]; got 1.5"),
     ({"top_p": math.nan}, "top_p", "must be in (0, 1]; got nan"),
-    ({"top_k": -1}, "top_k", "must be at least 0 (0 keeps all tokens); got -1"),
+    ({"top_k": -1}, "top_k", "must be in 0 … 2**32-1 (0 keeps all tokens); got -1"),
     ({"min_p": -0.5}, "min_p", "must be in [0, 1]; got -0.5"),
     ({"min_p": 1.5}, "min_p", "must be in [0, 1]; got 1.5"),
     ({"min_p": math.nan}, "min_p", "must be in [0, 1]; got nan"),

@@ -5,6 +5,7 @@
 
 enum DType : int { FLOAT32 = 0, BFLOAT16 = 1 };
 enum Numbers : int { INT4 = 0, INT8 = 1, FP8 = 2 };  // of a weight with a scale for each group of columns (grouped.h)
+enum CellFormat : int { PLAIN = 0, INT8_CELLS = 1, FP8_CELLS = 2 };  // of a KV cache (kv_cells.h)
 enum Activation : int { NO_ACTIVATION = 0, SILU_AND_MUL = 1, GELU_TANH_AND_MUL = 2 };
 
 // One thread's view of a parallel region. `counter` starts at 0 and deals out the region's tasks.
@@ -69,6 +70,7 @@ struct AttentionArgs {
   int64_t num_kv_heads, group_size, head_dim, block_size;
   int64_t q_stride, out_stride;                                 // from token to token; heads lie side by side
   int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;  // a head's tokens lie side by side
+  int cells;       // a CellFormat; strides of the caches count its elements
   int64_t window;  // 0: everything before is visible
   float scale, cap;  // cap 0: none
   char* partials;  // room for the splits' partial results when they are computed apart, else null
@@ -105,6 +107,8 @@ struct RopeArgs {
   int64_t num_tokens, num_heads, num_kv_heads, head_dim;
   int64_t q_stride, k_stride, v_stride, q_out_stride, k_out_stride;  // from token to token
   int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
+  int cells;           // a CellFormat
+  int64_t block_size;  // of such cells
   float eps;
   bool unit_offset;
 };

@@ -148,14 +148,14 @@ void linear_grouped(int dtype, int numbers, Address x, int64_t x_stride, Address
 void attention(int dtype, Address q, int64_t q_stride, Address k_cache, int64_t k_block_stride, int64_t k_head_stride,
                Address v_cache, int64_t v_block_stride, int64_t v_head_stride, Address out, int64_t out_stride,
                Address block_tables, int64_t table_stride, Address cu_seqlens, Address kv_lens, int64_t num_sequences,
-               int64_t num_kv_heads, int64_t group_size, int64_t head_dim, int64_t block_size, int64_t window, float scale,
-               float cap) {
+               int64_t num_kv_heads, int64_t group_size, int64_t head_dim, int64_t block_size, int cells, int64_t window,
+               float scale, float cap) {
   std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
   AttentionArgs args{at(q),      at(k_cache),  at(v_cache),    at(out),        at<int64_t>(block_tables), at<int64_t>(cu_seqlens),
                      at<int64_t>(kv_lens),     num_sequences,  table_stride,   num_kv_heads,              group_size,
                      head_dim,   block_size,   q_stride,       out_stride,     k_block_stride,            k_head_stride,
-                     v_block_stride,           v_head_stride,  window,         scale,                     cap,
-                     nullptr};
+                     v_block_stride,           v_head_stride,  cells,          window,                    scale,
+                     cap,        nullptr};
   const int64_t tokens_per_tile = group_size < TILE_TARGET ? TILE_TARGET / group_size : 1;
   int64_t num_tiles = 0, longest = 0, visible = 0;
   for (int64_t s = 0; s < num_sequences; ++s) {
@@ -202,8 +202,10 @@ void rope_and_store(int dtype, Address q, int64_t q_stride, Address k, int64_t k
                     Address q_out, int64_t q_out_stride, Address cos, Address sin, Address q_norm, Address k_norm, float eps,
                     bool unit_offset, Address k_cache, int64_t k_block_stride, int64_t k_head_stride, Address v_cache,
                     int64_t v_block_stride, int64_t v_head_stride, Address slot_blocks, Address slot_offsets,
-                    int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim) {
+                    int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int cells,
+                    int64_t block_size) {
   RopeArgs args{};
+  args.cells = cells, args.block_size = block_size;
   args.q = at(q), args.k = at(k), args.v = at(v), args.q_out = at(q_out);
   args.q_stride = q_stride, args.k_stride = k_stride, args.v_stride = v_stride, args.q_out_stride = q_out_stride;
   args.cos = at<float>(cos), args.sin = at<float>(sin);
@@ -261,7 +263,7 @@ void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num
 
 NB_MODULE(pagewire_kernels_cpu, m) {
   m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
-  m.attr("ABI") = 3;
+  m.attr("ABI") = 4;
   m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
   m.def("use", &use, "pick the instruction set that the ops run on");
   m.def("configure", [](int num_threads, std::vector<int> cpus, int64_t spin_ns) {

@@ -35,7 +35,7 @@ def rows() -> list[SampleRow]:
         SamplingParams(top_p=0.8, logprobs=0),
         SamplingParams(min_p=0.1, presence_penalty=0.8, logit_bias={3: 2.0}, logprobs=1),
         SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=0.8, logprobs=4, drawable_logprobs=True),
         SamplingParams(temperature=1.1, top_k=30, top_p=0.9, min_p=0.01),
     ]
     made = [

@@ -98,7 +98,12 @@ def test_what_is_not_served_is_refused(tiny_model: Callable[..., Path], monkeypa
         load_kernel_set("triton", quantization="int8")
     path = tiny_model("llama")
     draft = {"speculative_config": f'{{"model": "{path}"}}'}
-    for what, asked in {"enable_lora": {"enable_lora": True}, r"speculative_config\.model": draft}.items():
+    refused = {
+        "enable_lora": {"enable_lora": True},
+        r"speculative_config\.model": draft,
+        "kv_cache_dtype = fp8": {"kv_cache_dtype": "fp8"},
+    }
+    for what, asked in refused.items():
         with pytest.raises(EngineError, match=f"{what} is not supported with kernels = triton yet"):
             build_parts(options(path, **asked))
     with pytest.raises(EngineError, match="model_impl = transformers is not supported with kernels = triton yet"):

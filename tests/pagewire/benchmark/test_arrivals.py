@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pagewire.benchmark.arrivals import arrival_times
+from pagewire.benchmark.arrivals import arrival_times, ramp_up_rates, ramp_up_times
 
 
 def gaps(burstiness: float, num: int = 20_000) -> np.ndarray:
@@ -47,3 +47,14 @@ def test_a_seed_fixes_it() -> None:
 
 def test_extreme_burstiness_stays_finite() -> None:
     assert np.isfinite(arrival_times(3, 1.0, 1e-6, np.random.default_rng(0))).all()
+
+
+def test_a_rate_that_grows() -> None:
+    assert ramp_up_rates(5, "linear", 2.0, 10.0).tolist() == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert ramp_up_rates(4, "exponential", 1.0, 8.0) == pytest.approx([1.0, 2.0, 4.0, 8.0])
+    assert ramp_up_rates(1, "linear", 2.0, 10.0).tolist() == [2.0]
+    rates = ramp_up_rates(40_000, "linear", 10.0, 30.0)
+    assert ramp_up_times(rates[:2], math.inf, np.random.default_rng(0)) == pytest.approx([0.1, 0.1 + 1 / rates[1]])
+    times = ramp_up_times(rates, 1.0, np.random.default_rng(0))
+    for part, rate in ((slice(0, 4000), 11.0), (slice(36_000, 40_000), 29.0)):
+        assert np.diff(times[part]).mean() == pytest.approx(1 / rate, rel=0.05)

@@ -124,6 +124,13 @@ BAD_OPTIONS: tuple[tuple[dict[str, object], str], ...] = (
     ({"metric_percentiles": "101"}, r"metric_percentiles = '101'"),
     ({"random_range_ratio": "1"}, "random_range_ratio"),
     ({"max_concurrency": "0"}, "max_concurrency"),
+    ({"ramp_up_strategy": "linear", "ramp_up_start_rps": "1"}, "needs ramp-up-start-rps and ramp-up-end-rps"),
+    ({"ramp_up_end_rps": "1"}, "go with ramp-up-strategy"),
+    ({"ramp_up_strategy": "slow"}, "ramp_up_strategy"),
+    (
+        {"ramp_up_strategy": "linear", "ramp_up_start_rps": "1", "ramp_up_end_rps": "2", "request_rate": "3"},
+        "request-rate = 3: ramp-up-strategy sets the rate",
+    ),
 )
 
 

@@ -85,10 +85,11 @@ struct AttentionScratch {
   T* weights;     // [rows, SPLIT]
   char* split;    // Partial
   char* total;
+  float *key_scales, *value_scales;  // [SPLIT], of quantized cells
 
   static int64_t bytes(const AttentionShape<T>& s) {
     return round_up(s.rows * s.width * sizeof(T), 64) + 2 * SPLIT * s.width * sizeof(T) + s.rows * SPLIT * (4 + sizeof(T)) +
-           2 * Partial::bytes(s.rows, s.width);
+           2 * Partial::bytes(s.rows, s.width) + 2 * SPLIT * 4;
   }
   AttentionScratch(char* at, const AttentionShape<T>& s) {
     auto take = [&at](int64_t bytes) { return (at += bytes) - bytes; };
@@ -99,41 +100,65 @@ struct AttentionScratch {
     weights = (T*)take(s.rows * SPLIT * sizeof(T));
     split = take(Partial::bytes(s.rows, s.width));
     total = take(Partial::bytes(s.rows, s.width));
+    key_scales = (float*)take(SPLIT * 4);
+    value_scales = (float*)take(SPLIT * 4);
   }
 };
 
 alignas(64) const char ZEROS[4096] = {};  // a token that isn't there; head_dim is at most 1024
 
-template <typename T>
+template <typename T, typename C>
 INLINE void copy_queries(const AttentionArgs& a, const AttentionTile& tile, const AttentionShape<T>& shape, T* to) {
   for (int64_t token = 0; token < tile.num_tokens; ++token) {
     const T* from = (const T*)a.q + (tile.first_row + token) * a.q_stride + tile.head * a.group_size * a.head_dim;
     for (int64_t g = 0; g < a.group_size; ++g, to += shape.width, from += a.head_dim) {
-      __builtin_memcpy(to, from, a.head_dim * sizeof(T));
+      if constexpr (C::ROTATED) {
+        float rotated[MAX_HEAD_DIM];
+        rotate_row(from, a.head_dim, rotated);
+        const vec inverse = vset(1.0f / (float)rotated_piece(a.head_dim));
+        for (int64_t d = 0; d < a.head_dim; d += W)
+          store_some(to + d, vmul(load_some(rotated + d, a.head_dim - d), inverse), a.head_dim - d);
+      } else {
+        __builtin_memcpy(to, from, a.head_dim * sizeof(T));
+      }
       __builtin_memset(to + a.head_dim, 0, (shape.width - a.head_dim) * sizeof(T));
     }
   }
 }
 
-// Where the keys and values of GROUP tokens from `position` on lie.
-template <typename T>
-INLINE void find_tokens(const AttentionArgs& a, const AttentionTile& tile, int64_t position, const T** keys, const T** values) {
+// Where the keys and values of GROUP tokens lie, and their scales if they have some.
+template <typename C>
+struct TokenGroup {
+  const typename C::Stored *keys[GROUP], *values[GROUP];
+  const float *key_scales[GROUP], *value_scales[GROUP];
+};
+
+// ... of those from `position` on.
+template <typename C>
+INLINE void find_tokens(const AttentionArgs& a, const AttentionTile& tile, int64_t position, TokenGroup<C>& to) {
+  typedef typename C::Stored Stored;
   const int64_t* table = a.block_tables + tile.sequence * a.table_stride;
-  const T *k = nullptr, *v = nullptr;
+  const int64_t scales = cell_values(a.block_size, a.head_dim);
+  const Stored *k = nullptr, *v = nullptr;
   int64_t offset = position % a.block_size;
   for (int64_t i = 0; i < GROUP; ++i, ++offset) {
     if (position + i >= tile.kv_end) {
-      keys[i] = values[i] = (const T*)ZEROS;
+      to.keys[i] = to.values[i] = (const Stored*)ZEROS;
+      if constexpr (SCALED<C>) to.key_scales[i] = to.value_scales[i] = (const float*)ZEROS;
       continue;
     }
     if (i == 0 || offset == a.block_size) {
       if (i != 0) offset = 0;
       const int64_t block = table[(position + i) / a.block_size];
-      k = (const T*)a.k_cache + block * a.k_block_stride + tile.head * a.k_head_stride;
-      v = (const T*)a.v_cache + block * a.v_block_stride + tile.head * a.v_head_stride;
+      k = (const Stored*)a.k_cache + block * a.k_block_stride + tile.head * a.k_head_stride;
+      v = (const Stored*)a.v_cache + block * a.v_block_stride + tile.head * a.v_head_stride;
     }
-    keys[i] = k + offset * a.head_dim;
-    values[i] = v + offset * a.head_dim;
+    to.keys[i] = k + offset * a.head_dim;
+    to.values[i] = v + offset * a.head_dim;
+    if constexpr (SCALED<C>) {
+      to.key_scales[i] = (const float*)(k + scales) + offset;
+      to.value_scales[i] = (const float*)(v + scales) + offset;
+    }
   }
 }
 
@@ -143,13 +168,20 @@ INLINE void prefetch_tokens(const T* const* tokens, int64_t head_dim) {
   for (int64_t i = 0; i < GROUP; ++i)
     for (int64_t d = 0; d < head_dim; d += DEPTH<T>) _mm_prefetch((const char*)(tokens[i] + d), _MM_HINT_T1);
 }
+INLINE void prefetch_scales(const float* const* scales) {
+  for (int64_t i = 0; i < GROUP; i += 8) _mm_prefetch((const char*)scales[i], _MM_HINT_T1);
+}
 
-// Scores of one row, in powers of two: scaled, capped, -inf where the row sees nothing. -> the maximum.
-INLINE float finish_scores(const AttentionArgs& a, float* scores, int64_t begin, int64_t end, int64_t low, int64_t high) {
+// Scores of one row, in powers of two: scaled, by key too if they have scales, capped, -inf where the row sees nothing.
+// -> the maximum.
+INLINE float finish_scores(const AttentionArgs& a, float* scores, const float* key_scales, int64_t begin, int64_t end, int64_t low,
+                           int64_t high) {
   const vec scale = vset(a.cap > 0 ? a.scale / a.cap : a.scale * LOG2_E), cap = vset(a.cap * LOG2_E);
   vec top = vset(NOTHING);
   for (int64_t i = begin; i < end; i += W) {
-    vec s = vmul(vload(scores + i), scale);
+    vec s = vload(scores + i);
+    if (key_scales) s = vmul(s, vload(key_scales + i));
+    s = vmul(s, scale);
     if (a.cap > 0) s = vmul(vtanh(s), cap);
     if (i < low || i + W > high) s = vkeep(s, low - i, high - i, vset(-__builtin_inff()));
     vstore(scores + i, s);
@@ -158,43 +190,54 @@ INLINE float finish_scores(const AttentionArgs& a, float* scores, int64_t begin,
   return vmaximum(top);
 }
 
-// weights = 2^(scores - top). -> their sum.
+// weights = 2^(scores - top), times the values' scales if they have some. -> the sum without those.
 template <typename T>
-INLINE float weigh(const float* scores, T* weights, int64_t begin, int64_t end, float top) {
+INLINE float weigh(const float* scores, const float* value_scales, T* weights, int64_t begin, int64_t end, float top) {
   vec sum = vzero();
   for (int64_t i = begin; i < end; i += W) {
     const vec p = vexp2(vsub(vload(scores + i), vset(top)));
-    vstore(weights + i, p);
+    vstore(weights + i, value_scales ? vmul(p, vload(value_scales + i)) : p);
     sum = vadd(sum, p);
   }
   return vsum(sum);
 }
 
-template <typename T>
+template <typename T, typename C>
 void attend_split(const AttentionArgs& a, const AttentionTile& tile, const AttentionShape<T>& shape,
                   const AttentionScratch<T>& scratch, int64_t split, const Partial& to, TileScope& scope) {
   const int64_t base = split * SPLIT, rows = tile.num_tokens * a.group_size;
   const int64_t begin = larger(0, tile.kv_begin - base) / GROUP, end = (smaller(SPLIT, tile.kv_end - base) + GROUP - 1) / GROUP;
   const int64_t key_panel_bytes = GROUP * shape.width * sizeof(T);
-  const T *keys[RING][GROUP], *values[RING][GROUP];  // of the group being packed and the AHEAD next ones, in the next split too
-  for (int64_t g = begin; g < begin + AHEAD; ++g) find_tokens(a, tile, base + g * GROUP, keys[g % RING], values[g % RING]);
+  TokenGroup<C> ring[RING];  // of the group being packed and the AHEAD next ones, in the next split too
+  for (int64_t g = begin; g < begin + AHEAD; ++g) find_tokens(a, tile, base + g * GROUP, ring[g % RING]);
   for (int64_t g = begin; g < end; ++g) {
-    const int64_t next = (g + AHEAD) % RING;
-    find_tokens(a, tile, base + (g + AHEAD) * GROUP, keys[next], values[next]);
-    prefetch_tokens(keys[next], a.head_dim);
-    prefetch_tokens(values[next], a.head_dim);
+    const TokenGroup<C>& tokens = ring[g % RING];
+    TokenGroup<C>& next = ring[(g + AHEAD) % RING];
+    find_tokens(a, tile, base + (g + AHEAD) * GROUP, next);
+    prefetch_tokens(next.keys, a.head_dim);
+    prefetch_tokens(next.values, a.head_dim);
+    if constexpr (SCALED<C>) {
+      prefetch_scales(next.key_scales);
+      prefetch_scales(next.value_scales);
+      for (int64_t i = 0; i < GROUP; ++i) {
+        scratch.key_scales[g * GROUP + i] = *tokens.key_scales[i] * KEY_UNIT<C, T>;
+        scratch.value_scales[g * GROUP + i] = *tokens.value_scales[i] * VALUE_UNIT<C, T>;
+      }
+    }
     char* panel = scratch.keys + g * key_panel_bytes;
-    pack_keys(keys[g % RING], a.head_dim, panel);
-    pack_values(values[g % RING], a.head_dim, scratch.values, shape.value_panel_bytes, g * shape.blocks_per_group);
+    pack_cell_keys<C, T>(tokens.keys, a.head_dim, panel);
+    pack_cell_values<C, T>(tokens.values, a.head_dim, scratch.values, shape.value_panel_bytes, g * shape.blocks_per_group);
     const int64_t num_blocks = (a.head_dim + DEPTH<T> - 1) / DEPTH<T>;
     multiply_all(rows, Product<T>{scratch.q, shape.width, panel, num_blocks, scratch.scores + g * GROUP, SPLIT}, false, scope);
   }
+  const float* key_scales = SCALED<C> ? scratch.key_scales : nullptr;
+  const float* value_scales = SCALED<C> ? scratch.value_scales : nullptr;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t position = tile.first_position + row / a.group_size;
     const int64_t low = a.window ? position - a.window + 1 - base : 0, high = position + 1 - base;
     float* scores = scratch.scores + row * SPLIT;
-    to.top[row] = finish_scores(a, scores, begin * GROUP, end * GROUP, low, high);
-    to.sum[row] = weigh(scores, scratch.weights + row * SPLIT, begin * GROUP, end * GROUP, to.top[row]);
+    to.top[row] = finish_scores(a, scores, key_scales, begin * GROUP, end * GROUP, low, high);
+    to.sum[row] = weigh(scores, value_scales, scratch.weights + row * SPLIT, begin * GROUP, end * GROUP, to.top[row]);
   }
   const int64_t first_block = begin * shape.blocks_per_group, num_blocks = (end - begin) * shape.blocks_per_group;
   for (int64_t d = 0; d < shape.width; d += PANEL) {
@@ -246,8 +289,8 @@ INLINE void write_out(const AttentionArgs& a, const AttentionTile& tile, const P
 }
 
 // A task is a tile, or with `partials` one split of one tile.
-template <typename T>
-void attention(const AttentionArgs& a, const Region& region) {
+template <typename T, typename C>
+void attend(const AttentionArgs& a, const Region& region) {
   const AttentionShape<T> shape(a);
   const AttentionScratch<T> scratch(region.scratch, shape);
   const int64_t num_tiles = AttentionTile::count(a, shape.tokens_per_tile);
@@ -260,18 +303,27 @@ void attention(const AttentionArgs& a, const Region& region) {
     if (a.partials) {
       const int64_t split = tile.first_split + task % splits_per_tile;
       if (split >= tile.last_split) continue;
-      copy_queries(a, tile, shape, scratch.q);
-      attend_split(a, tile, shape, scratch, split, Partial(a.partials + task * partial_bytes, rows, shape.width), scope);
+      copy_queries<T, C>(a, tile, shape, scratch.q);
+      attend_split<T, C>(a, tile, shape, scratch, split, Partial(a.partials + task * partial_bytes, rows, shape.width), scope);
       continue;
     }
-    copy_queries(a, tile, shape, scratch.q);
+    copy_queries<T, C>(a, tile, shape, scratch.q);
     const Partial total(scratch.total, rows, shape.width), next(scratch.split, rows, shape.width);
     clear(total, rows, shape.width);
     for (int64_t split = tile.first_split; split < tile.last_split; ++split) {
-      attend_split(a, tile, shape, scratch, split, next, scope);
+      attend_split<T, C>(a, tile, shape, scratch, split, next, scope);
       merge(total, next, rows, shape.width);
     }
     write_out<T>(a, tile, total, shape.width);
+  }
+}
+
+template <typename T>
+void attention(const AttentionArgs& a, const Region& region) {
+  switch (a.cells) {
+    case PLAIN: return attend<T, PlainCells<T>>(a, region);
+    case INT8_CELLS: return attend<T, Int8Cells>(a, region);
+    case FP8_CELLS: return attend<T, Fp8Cells>(a, region);
   }
 }
 

@@ -74,26 +74,33 @@ void unpack_blocks(const char* from, int64_t num_blocks, char* to) {
         unpack_word(from + strip * TILE_BYTES + word * 64, word, to + strip * TILE_BYTES, T());
 }
 
+// Of a row; a NaN is the greatest.
+template <typename T>
+INLINE float largest_magnitude(const T* x, int64_t size) {
+  vec top = vzero();
+  for (int64_t i = 0; i < size; i += W) top = vmax_magnitude(top, vabs(load_some(x + i, size - i)));
+  float lanes[W];
+  vstore(lanes, top);
+  uint32_t bits = 0;
+  for (int i = 0; i < W; ++i) {
+    uint32_t lane;
+    __builtin_memcpy(&lane, lanes + i, 4);
+    bits = lane > bits ? lane : bits;
+  }
+  float largest;
+  __builtin_memcpy(&largest, &bits, 4);
+  return largest;
+}
+
 // x = scale * q with q the nearest int8 in -127 ... 127 and scale = max |x| / 127, row by row. q is padded with zeros to whole
 // blocks. A row with an infinity or a NaN gets it for its scale, so that it spoils the results as it would have.
 template <typename T>
 void quantize_rows(const QuantizeArgs& a, const Region& region) {
   for (int64_t row; (row = next_task(region)) < a.num_rows;) {
     const T* x = (const T*)a.x + row * a.x_stride;
-    vec top = vzero();
-    for (int64_t i = 0; i < a.size; i += W) top = vmax_magnitude(top, vabs(load_some(x + i, a.size - i)));
-    float lanes[W];
-    vstore(lanes, top);
-    uint32_t bits = 0;
-    for (int i = 0; i < W; ++i) {
-      uint32_t lane;
-      __builtin_memcpy(&lane, lanes + i, 4);
-      bits = lane > bits ? lane : bits;
-    }
-    float largest;
-    __builtin_memcpy(&largest, &bits, 4);
+    const float largest = largest_magnitude(x, a.size);
     a.scales[row] = largest / 127.0f;
-    const vec inverse = vset(bits ? 127.0f / largest : 0.0f), limit = vset(127.0f), low = vset(-127.0f);
+    const vec inverse = vset(largest == 0.0f ? 0.0f : 127.0f / largest), limit = vset(127.0f), low = vset(-127.0f);
     char* q = a.out + row * a.out_stride;
     for (int64_t i = 0; i < a.out_stride; i += W) {
       const vec scaled = i < a.size ? vmul(load_some(x + i, a.size - i), inverse) : vzero();

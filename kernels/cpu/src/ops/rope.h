@@ -18,6 +18,34 @@ INLINE void rotate_head(const T* x, T* out, const RopeArgs& a, const T* weight, 
   }
 }
 
+// The rotated key and the value of one token and kv head, into their rows of the cells.
+template <typename C, typename T>
+INLINE void store_token(const RopeArgs& a, int64_t token, int64_t head, const T* k, const float* cos, const float* sin) {
+  typedef typename C::Stored Stored;
+  const int64_t block = a.slot_blocks[token], offset = a.slot_offsets[token];
+  Stored* k_cell = (Stored*)a.k_cache + block * a.k_block_stride + head * a.k_head_stride;
+  Stored* v_cell = (Stored*)a.v_cache + block * a.v_block_stride + head * a.v_head_stride;
+  const T* v = (const T*)a.v + token * a.v_stride + head * a.head_dim;
+  if constexpr (SCALED<C>) {
+    T key[MAX_HEAD_DIM];
+    rotate_head(k, key, a, (const T*)a.k_norm, cos, sin);
+    const int64_t scales = cell_values(a.block_size, a.head_dim);
+    char* numbers = k_cell + offset * a.head_dim;
+    float* scale = (float*)(k_cell + scales) + offset;
+    if constexpr (C::ROTATED) {
+      float rotated[MAX_HEAD_DIM];
+      rotate_row(key, a.head_dim, rotated);
+      store_row<C>(rotated, a.head_dim, numbers, scale);
+    } else {
+      store_row<C>(key, a.head_dim, numbers, scale);
+    }
+    store_row<C>(v, a.head_dim, v_cell + offset * a.head_dim, (float*)(v_cell + scales) + offset);
+  } else {
+    rotate_head(k, k_cell + offset * a.head_dim, a, (const T*)a.k_norm, cos, sin);
+    __builtin_memcpy(v_cell + offset * a.head_dim, v, a.head_dim * sizeof(T));
+  }
+}
+
 template <typename T>
 void rope(const RopeArgs& a, const Region& region) {
   const int64_t tokens = (a.num_tokens + region.num_threads - 1) / region.num_threads;
@@ -33,10 +61,11 @@ void rope(const RopeArgs& a, const Region& region) {
         rotate_head(k, (T*)a.k_out + token * a.k_out_stride + h * a.head_dim, a, (const T*)a.k_norm, cos, sin);
         continue;
       }
-      const int64_t block = a.slot_blocks[token], offset = a.slot_offsets[token] * a.head_dim;
-      rotate_head(k, (T*)a.k_cache + block * a.k_block_stride + h * a.k_head_stride + offset, a, (const T*)a.k_norm, cos, sin);
-      __builtin_memcpy((T*)a.v_cache + block * a.v_block_stride + h * a.v_head_stride + offset,
-                       (const T*)a.v + token * a.v_stride + h * a.head_dim, a.head_dim * sizeof(T));
+      switch (a.cells) {
+        case PLAIN: store_token<PlainCells<T>>(a, token, h, k, cos, sin); break;
+        case INT8_CELLS: store_token<Int8Cells>(a, token, h, k, cos, sin); break;
+        case FP8_CELLS: store_token<Fp8Cells>(a, token, h, k, cos, sin); break;
+      }
     }
   }
 }

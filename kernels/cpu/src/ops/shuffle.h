@@ -38,14 +38,16 @@ INLINE void transpose_words(const char* const* rows, int64_t offset, int64_t num
 }
 
 // Two tokens' 32 values -> one row of each of a panel's two tiles, the tokens' values in pairs.
-INLINE void interleave_pair(const bf16* even, const bf16* odd, int64_t count, char* row) {
-  const __mmask32 mask = count >= 32 ? 0xffffffff : (1u << count) - 1;
-  const __m512i a = _mm512_maskz_loadu_epi16(mask, even), b = _mm512_maskz_loadu_epi16(mask, odd);
+INLINE void interleave(__m512i even, __m512i odd, char* row) {
   const __m512i pairs = _mm512_setr_epi32(0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007,
                                           0x280008, 0x290009, 0x2a000a, 0x2b000b, 0x2c000c, 0x2d000d, 0x2e000e, 0x2f000f);
   const __m512i next = _mm512_add_epi16(pairs, _mm512_set1_epi16(16));
-  _mm512_storeu_si512(row, _mm512_permutex2var_epi16(a, pairs, b));
-  _mm512_storeu_si512(row + TILE_BYTES, _mm512_permutex2var_epi16(a, next, b));
+  _mm512_storeu_si512(row, _mm512_permutex2var_epi16(even, pairs, odd));
+  _mm512_storeu_si512(row + TILE_BYTES, _mm512_permutex2var_epi16(even, next, odd));
+}
+INLINE void interleave_pair(const bf16* even, const bf16* odd, int64_t count, char* row) {
+  const __mmask32 mask = count >= 32 ? 0xffffffff : (1u << count) - 1;
+  interleave(_mm512_maskz_loadu_epi16(mask, even), _mm512_maskz_loadu_epi16(mask, odd), row);
 }
 
 #else

@@ -1,0 +1,1 @@
+"""pagewire beside other engines, on the same work in the same run."""
