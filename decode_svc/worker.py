@@ -226,7 +226,7 @@ class DecodeWorker(KvWorker):
                         self._end(state)
         for failed in step.failed:
             if (state := self._requests.get(failed.request_id)) is not None:
-                error = _failure(failed)
+                error = self._failure(failed)
                 if isinstance(error, Internal):
                     fields = _about(state.request) | {"error_id": error.error_id}
                     logger.error("request %s: %s", failed.request_id, error.message, extra=fields)
@@ -235,6 +235,12 @@ class DecodeWorker(KvWorker):
         for outbox in dict.fromkeys(touched):
             outbox.flush()
         self.lender.relieve()
+
+    def _failure(self, failed: RequestFailed) -> PagewireError:
+        """Of an engine that has died it says nothing against the request: another worker goes on with it."""
+        if self._host.engine.death.done():
+            return Unavailable(f"this worker stops: {failed.message}")
+        return _failure(failed)
 
     def _accept(self, state: _Request, num_cached_tokens: int) -> None:
         state.accepted = True

@@ -13,6 +13,8 @@ from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
 from engine.lora.store import AdapterStore
 from engine.memory import KV_FORMATS, KvLayout, KvMemory
+from engine.parallel.ranks import Ranks
+from engine.parallel.start import share_of_threads, start_ranks
 from engine.sample import SampledToken
 from engine.sampler import RowSampler, Sampler
 from engine.scheduler import Scheduler
@@ -53,10 +55,21 @@ class EngineParts:
     adapters: AdapterStore | None = None
     tiers: KvTiers | None = None
     drafter: Drafter | None = None
+    ranks: Ranks | None = None
 
 
 def build_parts(options: EngineOptions, progress: Progress | None = None) -> EngineParts:
     """Loads the model and sizes everything. Raises EngineError (ModelError for a model that cannot be served)."""
+    ranks = start_ranks(options)
+    try:
+        return _build_parts(options, progress, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks | None) -> EngineParts:
     # Here, not above: an engine on a fake runner needs none of it.
     from engine.draft.build import load_draft
     from engine.kernel_set import load_kernel_set
@@ -64,7 +77,7 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     from engine.runner import ModelRunner, set_cpu_threads
 
     quantization = None if options.quantization == "none" else options.quantization
-    threads = set_cpu_threads(options.cpu_threads)
+    threads = set_cpu_threads(share_of_threads(options))
     kernels = load_kernel_set(options.kernels, threads, quantization, options.device)
     served = load_served_model(options, kernels, progress)
     config, slots = served.config, served.slots
@@ -93,11 +106,12 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         kv_config=config.kv_config(),
         compute_dtype=config.dtype_name,
         kv_dtype=kv_format or config.dtype_name,
-        quantization=config.quantization_label or options.quantization,
+        quantization=quantization_name(options, config),
         block_size=options.block_size,
         group_layout=groups.layout,
     )
-    memory = KvMemory(layout, size.num_blocks, options.kv_pool_backing, kernels.device, groups)
+    backing = options.kv_pool_backing if ranks is None else "memfd"  # which the other ranks map
+    memory = KvMemory(layout, size.num_blocks, backing, kernels.device, groups)
     pool = BlockPool(
         size.num_blocks,
         enable_caching=options.enable_prefix_caching,
@@ -112,12 +126,19 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
         speculator = Speculator(speculative, drafter, draft.cost)
     elif speculative is not None:
         speculator = Speculator(speculative)
-    runner = ModelRunner(config, served.model, memory, _make_sampler(kernels.NAME, config.vocab_size), slots)
+    model = served.model if ranks is None else ranks.join(served.model, memory, config.vocab_size)
+    runner = ModelRunner(config, model, memory, _make_sampler(kernels.NAME, config.vocab_size), slots)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
     return EngineParts(
-        config, memory, kv_cache, scheduler, runner, runner.numerics_class, served.adapters, tiers, drafter
+        config, memory, kv_cache, scheduler, runner, runner.numerics_class, served.adapters, tiers, drafter, ranks
     )
+
+
+def quantization_name(options: EngineOptions, config: ServedConfig) -> str:
+    """What the key's root says of the weights. Ranks make int8 scales of what each has of a row, so they differ."""
+    name = config.quantization_label or options.quantization
+    return name if name == "none" or options.tensor_parallel_size == 1 else f"{name}/tp{options.tensor_parallel_size}"
 
 
 def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: bool) -> KvGroups:

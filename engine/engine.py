@@ -60,6 +60,9 @@ class Engine:
         """Gets the error when the engine's thread, or a task beside it, could not go on; never a result."""
         self._runner = parts.runner
         self._drafter = parts.drafter
+        self._ranks = parts.ranks
+        if self._ranks is not None:
+            self._ranks.on_death = self.die
         self._schedule: Schedule | None = None
 
     def die(self, error: BaseException) -> None:
@@ -222,6 +225,8 @@ class Engine:
         """Gives up what still runs, ends what the tiers do and unmaps the KV memory."""
         with ExitStack() as closing:  # from the last on, each whatever happens to the others
             closing.callback(self.memory.close)
+            if self._ranks is not None:
+                closing.callback(self._ranks.close)
             if self._drafter is not None:
                 closing.callback(self._drafter.close)
             if self.tiers is not None:

@@ -2,7 +2,8 @@
 
 EngineError
 ├── RequestRefused (also a ValueError): it can never run; names field, value and limit
-└── EngineStopped: the loop has ended
+├── EngineStopped: the loop has ended
+└── EngineDied: the engine has lost what it can't compute without
 """
 
 
@@ -23,3 +24,7 @@ class RequestRefused(EngineError, ValueError):
 
 class EngineStopped(EngineError):
     """The engine's loop does not run (any more)."""
+
+
+class EngineDied(EngineError):
+    """No step will ever work again: another process that computes a part of each is gone."""

@@ -125,16 +125,22 @@ def _triton(device: torch.device, quantization: Quantization | None) -> ModelKer
 
 
 def numerics_class(
-    kernels: ModelKernels, dtype: torch.dtype, *, stored: str | None = None, implementation: str = ""
+    kernels: ModelKernels,
+    dtype: torch.dtype,
+    *,
+    stored: str | None = None,
+    implementation: str = "",
+    num_ranks: int = 1,
 ) -> str:
     """Within one class logits are bitwise equal on every path (DESIGN §4).
 
-    `stored`: the checkpoint's quantization; `implementation`: of the model, if it isn't pagewire's.
+    `stored`: the checkpoint's quantization; `implementation`: of the model, if it isn't pagewire's; `num_ranks`: how
+    many share it out (tensor parallelism), each adding up a part of the sums.
     """
     quantization = stored or kernels.quantization
     quantized = f"+{quantization}" if quantization else ""
     name = f"{implementation}+{kernels.NAME}" if implementation else kernels.NAME
-    return f"{str(dtype).removeprefix('torch.')}{quantized}/{name}/{kernels.isa}/tp1"
+    return f"{str(dtype).removeprefix('torch.')}{quantized}/{name}/{kernels.isa}/tp{num_ranks}"
 
 
 def with_kv_format(numerics: str, kv_format: KvFormat | None) -> str:

@@ -1,7 +1,7 @@
 """The building blocks of the models: weights plus a kernel set. Activations are [tokens, ...], never padded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from engine.kernel_set import ModelKernels
 from engine.lora.step import LoraStep
-from engine.memory import KvMemory
+from engine.memory import KvLayers
 from engine.model_config import ModelConfig
+from engine.parallel.group import RankGroup
 from engine.rope import RopeConfig, inverse_frequencies, rotary_order
 from engine.weight_source import Projection, WeightSource
 from kernels.lora import Lora
@@ -23,10 +24,12 @@ class StepContext:
     """What all layers of one step share: the batch, the rotary tables, the attention plans by (KV group, window)."""
 
     batch: PagedBatch
-    memory: KvMemory
+    memory: KvLayers
     tables: Mapping[RopeConfig, tuple[Tensor, Tensor]]
     plans: Mapping[tuple[int, int | None], Any]
     adapters: LoraStep | None = None
+    group: RankGroup | None = None
+    """The ranks that share the model out; None: there is one."""
 
     def lora(self, names: tuple[str, ...]) -> Lora | None:
         """What the batch's adapters add to the projection made of these matrices; None if nothing."""
@@ -38,8 +41,9 @@ class StepContext:
         kernels: ModelKernels,
         batch: PagedBatch,
         positions: Tensor,
-        memory: KvMemory,
+        memory: KvLayers,
         adapters: LoraStep | None = None,
+        group: RankGroup | None = None,
     ) -> "StepContext":
         tables = {}
         for rope in dict.fromkeys(config.layer_ropes):
@@ -51,7 +55,7 @@ class StepContext:
             (group, window): kernels.plan_attention(batch.of_group(group), group_size=config.group_size, window=window)
             for group, window in dict.fromkeys(zip(memory.layer_groups, config.layer_windows, strict=True))
         }
-        return StepContext(batch, memory, tables, plans, adapters)
+        return StepContext(batch, memory, tables, plans, adapters, group)
 
 
 class RmsNorm:
@@ -71,6 +75,34 @@ class RmsNorm:
         return self._kernels.add_rms_norm(x, residual, self.weight, self._eps, unit_offset=self._unit_offset)
 
 
+class RowLinear:
+    """A projection of which each rank has the columns that its own part of the input meets: the products are added up.
+
+    With one rank it is a plain projection.
+    """
+
+    def __init__(
+        self, kernels: ModelKernels, weights: WeightSource, projection: Projection, config: ModelConfig
+    ) -> None:
+        self._kernels = kernels
+        self._names = projection.names
+        self._bias: Tensor | None = None
+        if config.shard is not None and projection.bias:
+            self._bias = weights.take(f"{projection.names[0]}.bias", projection.num_outs)
+            projection = replace(projection, bias=False)
+        self.weight = weights.pack(projection)
+
+    def __call__(self, x: Tensor, step: StepContext, residual: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b + residual; over ranks it is summed in float32 and rounded once."""
+        lora = step.lora(self._names)
+        if step.group is None:
+            return self._kernels.linear(x, self.weight, residual=residual, lora=lora)
+        y = step.group.sum(self._kernels.logits(x, self.weight, lora=lora))
+        for more in (self._bias, residual):
+            y = y if more is None else y + more
+        return y.to(x.dtype)
+
+
 class GatedMlp:
     """down(act(gate(x)) · up(x)), plus the residual if there is one."""
 
@@ -79,16 +111,15 @@ class GatedMlp:
         self._kernels = kernels
         self._activation = config.activation
         self._gate_up_names = (f"{name}.gate_proj", f"{name}.up_proj")
-        self._down_names = (f"{name}.down_proj",)
         fused = f"{name}.gate_up_proj" if config.fused_projections else None
         gate_up = Projection(self._gate_up_names, (ffn, ffn), hidden, bias=bias, gated=True, fused=fused)
         self.gate_up = weights.pack(gate_up)
-        self.down = weights.pack(Projection(self._down_names, (hidden,), ffn, bias=bias))
+        self.down = RowLinear(kernels, weights, Projection((f"{name}.down_proj",), (hidden,), ffn, bias=bias), config)
 
     def __call__(self, x: Tensor, step: StepContext, residual: Tensor | None = None) -> Tensor:
         lora = step.lora(self._gate_up_names)
         activated = self._kernels.gated_linear(x, self.gate_up, self._activation, lora=lora)
-        return self._kernels.linear(activated, self.down, residual=residual, lora=step.lora(self._down_names))
+        return self.down(activated, step, residual)
 
 
 class Attention:
@@ -105,7 +136,6 @@ class Attention:
         hidden, head_dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self._qkv_names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-        self._o_names = (f"{name}.o_proj",)
         fused = f"{name}.qkv_proj" if config.fused_projections else None
         sizes = (q_size, kv_size, kv_size)
         self.qkv = weights.pack(Projection(self._qkv_names, sizes, hidden, bias=config.qkv_bias, fused=fused))
@@ -113,7 +143,8 @@ class Attention:
         if self._rope.rotary_dim is not None:
             turned = rotary_order(config.num_heads + config.num_kv_heads, head_dim, self._rope.rotary_dim)
             self._order = torch.cat((turned, torch.arange(q_size + kv_size, q_size + 2 * kv_size))).to(kernels.device)
-        self.o = weights.pack(Projection(self._o_names, (hidden,), q_size, bias=config.output_bias))
+        output = Projection((f"{name}.o_proj",), (hidden,), q_size, bias=config.output_bias)
+        self.o = RowLinear(kernels, weights, output, config)
         self.q_norm = weights.take(f"{name}.q_norm.weight", (head_dim,)) if config.qk_norm else None
         self.k_norm = weights.take(f"{name}.k_norm.weight", (head_dim,)) if config.qk_norm else None
 
@@ -140,5 +171,4 @@ class Attention:
         out = self._kernels.paged_attention(
             q, k_cache, v_cache, plan, scale=config.attention_scale, cap=config.attention_cap
         )
-        merged = out.view(x.shape[0], -1)
-        return self._kernels.linear(merged, self.o, residual=residual, lora=step.lora(self._o_names))
+        return self.o(out.view(x.shape[0], -1), step, residual)

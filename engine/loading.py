@@ -7,8 +7,9 @@ from engine.lora.build import build_adapters
 from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
 from engine.model_config import ModelConfig, ModelError
-from engine.models.decoder import Model
+from engine.models.decoder import Decoder, Model
 from engine.models.registry import load_model
+from engine.parallel.config import shard_config
 from engine.transformers_config import ServedConfig, TransformersConfig, load_config
 from engine.weights import Progress, weights_digest
 from pagewire.config import EngineOptions
@@ -40,10 +41,26 @@ def load_served_model(options: EngineOptions, kernels: ModelKernels, progress: P
         if options.enable_lora:
             raise ModelError(f"{config.path}: enable_lora is not supported with model_impl = transformers")
         return LoadedModel(config, load_transformers_model(config, kernels), digest)
-    kept = options.packed_cache_bytes
-    model = load_model(config, kernels, progress=progress, digest=digest, packed_cache_bytes=kept)
+    kept, size = options.packed_cache_bytes, options.tensor_parallel_size
+    own = config if size == 1 else shard_config(config, 0, size)
+    model = load_model(own, kernels, progress=progress, digest=digest, packed_cache_bytes=kept)
     adapters, slots = build_adapters(options, config, model) if options.enable_lora else (None, None)
     return LoadedModel(config, model, digest, adapters, slots)
+
+
+def load_part(options: EngineOptions, kernels: ModelKernels, rank: int) -> Decoder:
+    """The part of the model that another rank than the first has. Raises ModelError."""
+    config = load_config(
+        options.model, dtype=options.dtype, max_model_len=options.max_model_len, model_impl=options.model_impl
+    )
+    if isinstance(config, TransformersConfig):
+        raise ModelError(f"{config.path}: model_impl = transformers has no parts")
+    return load_model(
+        shard_config(config, rank, options.tensor_parallel_size),
+        kernels,
+        digest=weights_digest(config.path),
+        packed_cache_bytes=options.packed_cache_bytes,
+    )
 
 
 def _check_triton(options: EngineOptions, config: ModelConfig | TransformersConfig) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from engine.engine import Engine
-from engine.errors import EngineError, EngineStopped, RequestRefused
+from engine.errors import EngineDied, EngineError, EngineStopped, RequestRefused
 from engine.request import EngineRequest, RequestFailed, StepOutput
 from pagewire.trace import log_fields, new_error_id
 
@@ -146,10 +146,10 @@ class EngineLoop:
         except BaseException as error:
             self._die(error)
 
-    def _end(self) -> None:
+    def _end(self, reason: str = "the engine has stopped") -> None:
         """Answers what waits in the queue and fails what still runs."""
         self._run_commands()
-        self._deliver(self._engine.fail_all("the engine has stopped"))
+        self._deliver(self._engine.fail_all(reason))
 
     def _die(self, error: BaseException) -> None:
         logger.critical("the device thread cannot go on", exc_info=error)
@@ -158,7 +158,10 @@ class EngineLoop:
         self._error = error
         self._engine.die(error)
         try:
-            self._end()
+            if isinstance(error, EngineDied):
+                self._end(f"the engine has died: {error}")
+            else:
+                self._end()
         except BaseException:
             logger.exception("what the dead device thread had left could not be given up")
 
@@ -180,6 +183,8 @@ class EngineLoop:
         started_at = time.perf_counter()
         try:
             output = self._engine.step()
+        except EngineDied:
+            raise
         except Exception as error:
             error_id = new_error_id()
             logger.exception("a step failed; its requests are given up", extra={"error_id": error_id})

@@ -5,7 +5,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -63,6 +63,16 @@ class KvLayout:
         return f"canonical/{shape}/{dtype}"
 
 
+class KvLayers(Protocol):
+    """The cache as a model's layers see it; `layer_groups` has the KV group of each."""
+
+    @property
+    def layer_groups(self) -> tuple[int, ...]: ...
+    def layer(self, index: int) -> tuple[Cells, Cells]:
+        """The layer's K and V, views [num_blocks, num_kv_heads, block_size, head_dim] (64-bit strides)."""
+        ...
+
+
 class KvMemory:
     """A pool of `num_blocks` blocks, all zero at first (so unused slots are finite), and a generation for each.
 
@@ -100,15 +110,9 @@ class KvMemory:
             size = layout.block_bytes // layout.stored_dtype.itemsize
             flat = torch.zeros(num_blocks, size, dtype=layout.stored_dtype, device=device)
         self.blocks: Tensor = flat.view(num_blocks, *layout.block_shape)
+        self.groups = groups
         # Made once: a pair of views costs 10 us, in each layer of each step.
-        views = [(self._cells(layer, 0), self._cells(layer, 1)) for layer in range(layout.num_layers)]
-        own = () if groups is None else groups.groups
-        num_layers = sum(len(group.layers) for group in own) or layout.num_layers
-        places = [
-            groups.place(layer) if groups is not None and own[0].layers else (0, layer) for layer in range(num_layers)
-        ]
-        self._layers: tuple[tuple[Cells, Cells], ...] = tuple(views[number] for _, number in places)
-        self.layer_groups: tuple[int, ...] = tuple(group for group, _ in places)
+        self._layers, self.layer_groups = layer_views(self.blocks, layout, groups)
 
     @property
     def address(self) -> int:
@@ -130,12 +134,6 @@ class KvMemory:
         """The layer's K and V, views [num_blocks, num_kv_heads, block_size, head_dim] (64-bit strides)."""
         return self._layers[index]
 
-    def _cells(self, layer: int, which: int) -> Cells:
-        cells, layout = self.blocks[:, layer, which], self.layout
-        if layout.kv_format is None:
-            return cells
-        return QuantizedCells.view(layout.kv_format, cells, layout.block_size, layout.head_dim, keys=which == 0)
-
     def copy_block(self, src: int, dst: int) -> None:
         """Copy all cells of block `src` over block `dst`."""
         self.blocks[dst].copy_(self.blocks[src])
@@ -148,6 +146,26 @@ class KvMemory:
         self._layers = ()
         self._pool.close()
         self._stamps.close()
+
+
+def layer_views(
+    blocks: Tensor, layout: KvLayout, groups: KvGroups | None
+) -> tuple[tuple[tuple[Cells, Cells], ...], tuple[int, ...]]:
+    """K and V of each layer of the model in `blocks` [num_blocks, *block_shape], or in some heads of it; its group."""
+
+    def cells(layer: int, which: int) -> Cells:
+        own = blocks[:, layer, which]
+        if layout.kv_format is None:
+            return own
+        return QuantizedCells.view(layout.kv_format, own, layout.block_size, layout.head_dim, keys=which == 0)
+
+    views = [(cells(layer, 0), cells(layer, 1)) for layer in range(layout.num_layers)]
+    own = () if groups is None else groups.groups
+    num_layers = sum(len(group.layers) for group in own) or layout.num_layers
+    places = [
+        groups.place(layer) if groups is not None and own[0].layers else (0, layer) for layer in range(num_layers)
+    ]
+    return tuple(views[number] for _, number in places), tuple(group for group, _ in places)
 
 
 class _Region:

@@ -12,6 +12,7 @@ import torch
 from engine.errors import EngineError
 from engine.longrope import read_phi_rope
 from engine.moe_config import MoeConfig
+from engine.parallel.shard import Shard
 from engine.quantized.config import parse_quantization
 from engine.quantized.stored import StoredFormat
 from engine.rope import RopeConfig
@@ -76,6 +77,8 @@ class ModelConfig:
     moe: MoeConfig | None = None
     quantization: StoredFormat | None = None
     """How the checkpoint stores its quantized matrices; None: it has none."""
+    shard: Shard | None = None
+    """Set in the config of one rank's part of the model, whose heads and sizes are then the rank's own."""
 
     @property
     def group_size(self) -> int:
@@ -99,7 +102,7 @@ class ModelConfig:
     def kv_config(self) -> dict[str, object]:
         """What, beside weights, dtype and quantization, changes KV values, as JSON types (the root of the keys, §5)."""
         unrelated = {"path", "dtype", "vocab_size", "max_position", "final_cap", "tie_word_embeddings"}
-        unrelated |= {"eos_token_ids", "bos_token_id", "architecture", "moe", "quantization"}
+        unrelated |= {"eos_token_ids", "bos_token_id", "architecture", "moe", "quantization", "shard"}
         config: dict[str, object] = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in unrelated
         }

@@ -43,4 +43,6 @@ class ExpertsMlp:
             activated = self._kernels.gated_linear(x[group.rows], gate_up, self._activation)
             results[group.places] = self._kernels.linear(activated, down)
         y = routing.combine(results)
+        if step.group is not None:
+            y = step.group.sum(y.float()).to(x.dtype)
         return y if residual is None else torch.add(y, residual)

@@ -47,6 +47,8 @@ def build_packed(
     name = f"{digest.hex()}-{config.dtype_name}-{LAYOUT}"
     if quantization := config.quantization_label or kernels.quantization:
         name += f"-{quantization}"
+    if config.shard is not None:
+        name += f"-{config.shard.label}"
     file = cache_dir / "packed" / name
     try:
         try:
@@ -71,7 +73,7 @@ def build_packed(
 
 def build_private(config: ModelConfig, kernels: NativeKernels, build: Callable[[WeightSource], Model]) -> Model:
     """The model that `build` makes, its weights packed into this process's own memory. Raises ModelError."""
-    weights = map_weights(config.path, config.dtype, config.quantization)
+    weights = map_weights(config.path, config.dtype, config.quantization, config.shard)
     model = build(_PrivateSource(kernels, weights))
     weights.finish()
     return model
@@ -156,7 +158,7 @@ class _FileSource:
 
 
 def _map(file: Path, config: ModelConfig, kernels: NativeKernels, build: Callable[[WeightSource], Model]) -> Model:
-    weights = map_weights(config.path, config.dtype, config.quantization)
+    weights = map_weights(config.path, config.dtype, config.quantization, config.shard)
     model = build(_FileSource(weights, SectionFile(file), kernels))
     weights.finish()
     mark_used(file)
@@ -171,7 +173,7 @@ def _write(
     progress: Progress | None,
 ) -> None:
     """Not flushed to the disk: its checksums tell if it did not get there before the power went."""
-    weights = map_weights(config.path, config.dtype, config.quantization)
+    weights = map_weights(config.path, config.dtype, config.quantization, config.shard)
     partial = file.with_name(f"{file.name}.partial")  # one of a killed process is overwritten
     try:
         with SectionWriter(partial) as writer:

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.cache_dir import default_cache_dir
 from engine.expert_tensors import by_expert
 from engine.model_config import ModelError
+from engine.parallel.shard import Shard
 from engine.quantized.stored import StoredFormat, StoredMatrix
 from engine.safetensors_file import MappedFiles, TensorEntry, find_tensors, read_header, write_tensors
 from kernels.grouped import GroupedMatrix
@@ -32,7 +33,8 @@ _COMPUTE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 class Weights:
     """Named tensors in the compute dtype. Every tensor must be taken once, with its shape, or `finish` complains.
 
-    Matrices that the checkpoint has quantized, in the format `quantization`, stay so.
+    Matrices that the checkpoint has quantized, in the format `quantization`, stay so. Of a rank's `shard` the shapes
+    are those of its parts, and nothing else is read.
 
     Names are looked up below the model's prefix: "layers.0.…" is "model.layers.0.…", or, in a multimodal checkpoint,
     "model.language_model.layers.0.…".
@@ -44,7 +46,9 @@ class Weights:
         entries: dict[str, TensorEntry],
         dtype: torch.dtype,
         quantization: StoredFormat | None = None,
+        shard: Shard | None = None,
     ) -> None:
+        self._shard = shard
         self._directory = directory
         self._entries = by_expert(entries)
         self.dtype = dtype
@@ -72,7 +76,8 @@ class Weights:
 
         "lm_head.weight" is the output matrix of an untied model, wherever it is.
         """
-        return self._files.tensor(self.expect(name, shape)).to(self.dtype)
+        stored = self._files.tensor(self.expect(name, shape))
+        return (stored if self._shard is None else self._shard.cut(name, shape).of(stored)).to(self.dtype)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | GroupedMatrix:
         """The weight of the module `name`, as `take` or as the checkpoint has it quantized. Raises ModelError."""
@@ -114,6 +119,7 @@ class Weights:
 
     def expect(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
         """Where `take` finds it; counts as taken. Raises ModelError."""
+        shape = shape if self._shard is None else self._shard.cut(name, shape).whole
         module, _, kind = name.rpartition(".")
         full_name = f"{self._full_name(module)}.{kind}"
         entry = self._entries.get(full_name)
@@ -154,7 +160,12 @@ class Weights:
 
 
 def open_weights(
-    path: Path | str, dtype: torch.dtype, *, progress: Progress | None = None, cache_dir: Path | None = None
+    path: Path | str,
+    dtype: torch.dtype,
+    *,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+    shard: Shard | None = None,
 ) -> Weights:
     """Map the weights of a model directory in `dtype`. Raises ModelError."""
     directory = Path(path)
@@ -164,16 +175,18 @@ def open_weights(
     elif progress is not None:
         total = _num_bytes(entries, dtype)
         progress(total, total)
-    return Weights(directory, entries, dtype)
+    return Weights(directory, entries, dtype, shard=shard)
 
 
-def map_weights(path: Path | str, dtype: torch.dtype, quantization: StoredFormat | None = None) -> Weights:
+def map_weights(
+    path: Path | str, dtype: torch.dtype, quantization: StoredFormat | None = None, shard: Shard | None = None
+) -> Weights:
     """The same without a converted copy: a tensor stored in another dtype is converted whenever it is taken.
 
     Matrices in the format `quantization` stay so.
     """
     directory = Path(path)
-    return Weights(directory, _find_floats(directory, quantization), dtype, quantization)
+    return Weights(directory, _find_floats(directory, quantization), dtype, quantization, shard)
 
 
 def _find_floats(directory: Path, quantization: StoredFormat | None = None) -> dict[str, TensorEntry]:

@@ -96,7 +96,7 @@ def engine_options(**values: object) -> EngineOptions:
         problem = error.errors(include_url=False, include_context=False)[0]
     if problem["type"] == "extra_forbidden":
         raise ConfigError(f"{problem['loc'][0]}: no such option; known are {', '.join(sorted(_ENGINE_FIELDS))}")
-    raise ConfigError(_describe_problem(problem, ""))
+    raise ConfigError(_describe_problem(problem, "") if problem["loc"] else _without_prefix(problem))
 
 
 def options_from_flags(cls: type[OptionsT], flags: Mapping[str, object]) -> OptionsT:
@@ -192,8 +192,7 @@ def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
     problem = error.errors(include_url=False, include_context=False)[0]
     path = [str(part) for part in problem["loc"] if isinstance(part, str) and part != "engine"]
     if not path:
-        message = problem["msg"].removeprefix("Value error, ")
-        return message[:1].lower() + message[1:]
+        return _without_prefix(problem)
     name = path[0]
     if problem["type"] == "missing":
         return f"--{name.replace('_', '-')} is required (or {ENV_PREFIX}{name.upper()}, or {name} in the config file)"
@@ -201,6 +200,10 @@ def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
 
 
 def _describe_problem(problem: ErrorDetails, source: str) -> str:
-    message = problem["msg"].removeprefix("Value error, ")
     name = next(part for part in problem["loc"] if isinstance(part, str) and part != "engine")
-    return f"{name} = {_shown(name, problem['input'])!r}{source}: {message[:1].lower()}{message[1:]}"
+    return f"{name} = {_shown(name, problem['input'])!r}{source}: {_without_prefix(problem)}"
+
+
+def _without_prefix(problem: ErrorDetails) -> str:
+    message = problem["msg"].removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]

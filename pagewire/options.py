@@ -80,10 +80,20 @@ Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
 def option(
-    default: Any, help_text: str, *, panel: str, metavar: str = "", shown_default: str = "", **limits: Any
+    default: Any,
+    help_text: str,
+    *,
+    panel: str,
+    metavar: str = "",
+    shown_default: str = "",
+    short: str = "",
+    **limits: Any,
 ) -> Any:
-    """A field that is also a flag: `panel` groups it in `--help`, `shown_default` replaces a default of None there."""
-    extra: Mapping[str, str] = {"panel": panel, "metavar": metavar, "shown_default": shown_default}
+    """A field that is also a flag: `panel` groups it in `--help`, `shown_default` replaces a default of None there.
+
+    `short`: another name of the flag.
+    """
+    extra: Mapping[str, str] = {"panel": panel, "metavar": metavar, "shown_default": shown_default, "short": short}
     return Field(default, description=help_text, json_schema_extra=dict(extra), **limits)
 
 
@@ -214,6 +224,21 @@ class EngineOptions(_Frozen):
         panel=_PREFIX_CACHE,
         metavar="GIB",
     )
+    tensor_parallel_size: int = option(
+        1,
+        "Processes that share the model out, each with a part of the weights and of the KV heads.",
+        panel=_ENGINE,
+        metavar="N",
+        short="-tp",
+        ge=1,
+        le=64,
+    )
+    pipeline_parallel_size: int = option(
+        1, "Stages of layers; more than one is not supported yet.", panel=_ENGINE, metavar="N", ge=1
+    )
+    distributed_executor_backend: Literal["mp", "ray"] = option(
+        "mp", "What starts the other processes: this one, or a Ray cluster (extra ray), on this machine.", panel=_ENGINE
+    )
     cpu_threads: int = option(0, "Threads of the kernels; 0 takes all CPUs.", panel=_ENGINE, metavar="N", ge=0, le=1024)
     kv_pool_backing: Literal["private", "memfd"] = option(
         "private", "Memory of the pool; memfd can be mapped by other processes (for shm_map).", panel=_ENGINE
@@ -244,6 +269,20 @@ class EngineOptions(_Frozen):
         metavar="PATH",
         shown_default="none may be loaded at run time",
     )
+
+    @model_validator(mode="after")
+    def _check_parallel(self) -> Self:
+        if self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size = {self.pipeline_parallel_size}: pipeline parallelism is not supported yet; "
+                "tensor_parallel_size is"
+            )
+        size = self.tensor_parallel_size
+        if size > 1 and self.enable_lora:
+            raise ValueError(f"enable_lora with tensor_parallel_size = {size}: adapters can't be shared out yet")
+        if size > 1 and self.device != "cpu":
+            raise ValueError(f"tensor_parallel_size = {size} on device = {self.device} is not supported yet")
+        return self
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:

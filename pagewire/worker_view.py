@@ -1,7 +1,8 @@
 """What a worker tells others about itself, as plain data, and the protocol by which the shared servicers ask for it."""
 
+import re
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 WorkerRole = Literal["prefill", "decode"]
@@ -9,7 +10,7 @@ WorkerRole = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerFingerprint:
-    """What two workers must agree on before KV may travel; the plain form of Fingerprint."""
+    """What two workers must agree on before KV may travel (`fits`); the plain form of Fingerprint."""
 
     root: bytes
     layout_id: str
@@ -17,11 +18,25 @@ class WorkerFingerprint:
     block_size: int
     block_bytes: tuple[int, ...]
 
+    def fits(self, other: "WorkerFingerprint") -> bool:
+        """Whether one may decode on KV that the other has prefilled: they are equal but for the number of ranks.
+
+        A block has all kv heads in the same order on any number. Its values differ in their last bits: what one has
+        cached counts as another class's.
+        """
+        if self == other:
+            return True
+        return self.root == other.root and _with_one_rank(self) == _with_one_rank(other)
+
     def __str__(self) -> str:
         return (
             f"root={self.root.hex()[:16]} layout={self.layout_id} numerics={self.numerics_class} "
             f"block_size={self.block_size} block_bytes={','.join(map(str, self.block_bytes))}"
         )
+
+
+def _with_one_rank(fingerprint: WorkerFingerprint) -> WorkerFingerprint:
+    return replace(fingerprint, numerics_class=re.sub(r"/tp\d+$", "/tp1", fingerprint.numerics_class))
 
 
 @dataclass(frozen=True, slots=True)

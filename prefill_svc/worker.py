@@ -198,6 +198,9 @@ class PrefillWorker(KvWorker):
         if failed.field:
             stream.put(InvalidArgument(f"request.{failed.field}", None, failed.message))
             return
+        if self._host.engine.death.done():  # nothing against the request: another worker takes it
+            stream.put(Unavailable(f"this worker stops: {failed.message}"))
+            return
         bug = Internal(f"prefill failed: {failed.message}", error_id=failed.error_id)
         fields = log_fields(failed.request_id, stream.trace_id, error_id=bug.error_id)
         logger.error("request %s: %s", failed.request_id, bug.message, extra=fields)

@@ -211,7 +211,7 @@ def _can_prefill(candidate: Candidate, size: RequestSize, avoid: Set[Process]) -
 
 def can_read(decode: Candidate, prefill: Candidate) -> bool:
     """True if KV may travel between the two; the handshake checks the same."""
-    return decode.description.fingerprint == prefill.description.fingerprint
+    return decode.description.fingerprint.fits(prefill.description.fingerprint)
 
 
 def _no_decode_worker(decoders: Sequence[Candidate], size: RequestSize, avoid: Set[Process]) -> NoDecodeWorker:

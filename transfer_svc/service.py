@@ -50,7 +50,7 @@ class KvTransferServicer:
         self, request: transfer_pb2.HandshakeRequest, context: _Context
     ) -> transfer_pb2.HandshakeResponse:
         mine, theirs = self._description.fingerprint, fingerprint_from_proto(request.fingerprint)
-        if mine != theirs:
+        if not mine.fits(theirs):
             raise FailedPrecondition(
                 f"KV does not fit: sender {self._description.worker_id} has {mine}, "
                 f"receiver {request.worker_id} has {theirs}",

@@ -9,8 +9,10 @@ from torch import Tensor
 from engine.kernel_set import ModelKernels, numerics_class
 from engine.layers import RmsNorm, StepContext
 from engine.lora.step import LoraStep
-from engine.memory import KvMemory
+from engine.memory import KvLayers, KvMemory
 from engine.model_config import ModelConfig
+from engine.parallel.group import RankGroup
+from engine.parallel.vocabulary import embed
 from engine.weight_source import Projection, WeightSource
 from kernels.paged import PagedBatch
 
@@ -55,6 +57,8 @@ class Decoder:
         self.config = config
         self.kernels = kernels
         self.blocks = tuple(blocks)
+        self.group: RankGroup | None = None
+        """The ranks of which this is one, set before the first batch; None: the model is not shared out."""
         self.packed_bytes: Mapping[Projection, int] = {}
         """Everything that was packed for it, with its size; set by whoever built it."""
         rows, columns = (config.vocab_size,), config.hidden_size
@@ -66,7 +70,9 @@ class Decoder:
     @property
     def numerics_class(self) -> str:
         """Within one class logits are bitwise equal on every path."""
-        return numerics_class(self.kernels, self.config.dtype, stored=self.config.quantization_label)
+        config = self.config
+        num_ranks = 1 if config.shard is None else config.shard.size
+        return numerics_class(self.kernels, config.dtype, stored=config.quantization_label, num_ranks=num_ranks)
 
     @property
     def num_bytes_read(self) -> int:
@@ -95,20 +101,28 @@ class Decoder:
         input_ids: Tensor,
         positions: Tensor,
         batch: PagedBatch,
-        memory: KvMemory,
+        memory: KvLayers,
         adapters: LoraStep | None = None,
     ) -> Tensor:
         """Compute the batch's tokens and store their keys and values. input_ids, positions [T] -> [T, hidden]."""
-        step = StepContext.build(self.config, self.kernels, batch, positions, memory, adapters)
-        scale, lora = self.config.embedding_scale, step.lora(EMBEDDING)
-        x = self.kernels.embedding(input_ids, self.embedding, scale, lora=lora)
+        config, group = self.config, self.group
+        step = StepContext.build(config, self.kernels, batch, positions, memory, adapters, group)
+        if group is None or config.shard is None:
+            lora = step.lora(EMBEDDING)
+            x = self.kernels.embedding(input_ids, self.embedding, config.embedding_scale, lora=lora)
+        else:
+            token_ids = config.shard.vocabulary
+            x = embed(self.kernels, self.embedding, input_ids, token_ids, config.embedding_scale, group)
         for block in self.blocks:
             x = block(x, step)
         return x
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, adapters: LoraStep | None = None) -> Tensor:
-        """float32 logits of rows of `forward`'s result; `adapters` are those rows'. [R, hidden] -> [R, vocab]."""
+        """float32 logits of rows of `forward`'s result; `adapters` are those rows'. [R, hidden] -> [R, vocab].
+
+        Of a rank: those of its own part of the vocabulary.
+        """
         lora = None if adapters is None else adapters.of(HEAD)
         logits = self.kernels.logits(self.norm(hidden), self.head, lora=lora)
         return logits if self.config.final_cap is None else self.kernels.soft_cap(logits, self.config.final_cap)

@@ -72,9 +72,9 @@ def load_model(
             progress=progress,
         )
     if config.quantization is None:
-        weights = open_weights(config.path, config.dtype, progress=progress, cache_dir=cache_dir)
+        weights = open_weights(config.path, config.dtype, progress=progress, cache_dir=cache_dir, shard=config.shard)
     else:
-        weights = map_weights(config.path, config.dtype, config.quantization)
+        weights = map_weights(config.path, config.dtype, config.quantization, config.shard)
     model = build(DirectSource(kernels, weights))
     weights.finish()
     return model

@@ -34,7 +34,7 @@ def _parameter(name: str, field: FieldInfo, *, can_switch_off: bool) -> inspect.
     elif default and (can_switch_off or not is_switch):
         help_text += f" [dim]\\[default: {default}][/dim]"
     option = typer.Option(
-        f"{flag}/--no-{flag[2:]}" if is_switch and can_switch_off else flag,
+        *(f"{flag}/--no-{flag[2:]}" if is_switch and can_switch_off else flag, *filter(None, [str(extra["short"])])),
         help=help_text,
         rich_help_panel=str(extra["panel"]),
         metavar="" if is_switch else ("CHOICE" if choices else str(extra["metavar"])),

@@ -25,6 +25,7 @@ MODULES = (
     "decode_svc.main",
     "engine.kernel_set",
     "engine.models.registry",
+    "engine.parallel.part",
     "engine.runner",
     "engine.sampler",
     "engine.weights",
@@ -49,6 +50,10 @@ class Zygote:
     def start(self, arguments: list[str], out: Path, log: Path) -> "Child":
         """`pagewire ARGUMENTS` with stdout in `out` and stderr added to `log`."""
         return Child(self, self._ask({"start": arguments, "out": str(out), "log": str(log)}))
+
+    def start_rank(self, address: str, out: Path, log: Path) -> "Child":
+        """`python -m engine.parallel.rank` with that address in its environment."""
+        return Child(self, self._ask({"start": [], "rank": address, "out": str(out), "log": str(log)}))
 
     def exit_code(self, pid: int) -> int | None:
         """None while it runs; negative for a signal, as in subprocess."""
@@ -123,13 +128,19 @@ def _serve() -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _become(start: list[str], out: str, log: str) -> None:
+def _become(start: list[str], out: str, log: str, rank: str = "") -> None:
     """In the child: never returns."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.closerange(3, 64)
     random.seed()
+    if rank:
+        from engine.parallel.rank import ADDRESS
+        from engine.parallel.rank import main as run
+
+        os.environ[ADDRESS] = rank
+        run()
     sys.argv = ["pagewire", *start]
     from pagewire.cli import main
 

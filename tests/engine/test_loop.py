@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.engine import Engine
-from engine.errors import EngineStopped, RequestRefused
+from engine.errors import EngineDied, EngineStopped, RequestRefused
 from engine.loop import EngineLoop
 from engine.request import AdoptedKv, EngineRequest, StepOutput
 from pagewire.sampling import SamplingParams
@@ -208,6 +208,26 @@ def test_a_thread_that_cannot_go_on_says_so(monkeypatch: pytest.MonkeyPatch, end
     with pytest.raises(EngineStopped):
         loop.add(EngineRequest("s", (5, 6), LONG))
     assert engine.kv_cache.num_referenced == 0
+    engine.close()
+
+
+def test_an_engine_that_has_died_ends_the_loop_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one step's requests fail, as after any other exception."""
+    engine, _ = fake_engine()
+    collector = Collector()
+    loop = EngineLoop(engine, collector)
+
+    def step() -> StepOutput:
+        raise EngineDied("rank 1 has died")
+
+    monkeypatch.setattr(engine, "step", step)
+    loop.add(EngineRequest("r", (5, 6), LONG))
+    loop.start()
+    assert isinstance(engine.death.exception(10), EngineDied)
+    loop.stop()
+    assert collector.failures() == {"r": "the engine has died: rank 1 has died"}
+    with pytest.raises(EngineStopped):
+        loop.add(EngineRequest("s", (5, 6), LONG))
     engine.close()
 
 

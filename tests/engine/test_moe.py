@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def check_rows(tiny_model: Tiny, kernels: str, dtype: str, quantization: Quantiz
     model = load_model(config, load_kernel_set(kernels, quantization=quantization))
     mlp: Any = model.blocks[0]
     x = torch.randn(37, config.hidden_size, generator=torch.Generator().manual_seed(5)).to(config.dtype)
-    step: Any = None
+    step: Any = SimpleNamespace(group=None)
     with torch.inference_mode():
         together = mlp.mlp(x, step)
         order = torch.randperm(37, generator=torch.Generator().manual_seed(6))

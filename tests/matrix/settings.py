@@ -25,12 +25,17 @@ PLAIN: Mapping[str, Any] = {
 _DRAFTS: dict[str, Any] = {"num_speculative_tokens": 3, "least_acceptance": 0}
 
 
+_ROUNDED = ("int8", "w8a8", "int8 KV", "fp8 KV")
+"""Where a sum's last bits can decide which number is the nearest."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One thing to switch on.
 
     `options` are the engine's, `sampling` a request's, `model` the model served. `changes_output`: what it gives is
-    compared with itself, alone, and not with the plain path. `has_effect` names what must be seen to happen in one
+    compared with itself, alone, and not with the plain path; `changes_output_of` names those with which it is so.
+    `has_effect` names what must be seen to happen in one
     process.
     """
 
@@ -38,6 +43,7 @@ class Setting:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     changes_output: bool = False
     has_effect: str = ""
+    changes_output_of: tuple[str, ...] = ()
     model: str = MODEL
 
 
@@ -64,6 +70,7 @@ SETTINGS: dict[str, Setting] = {
     "n > 1": Setting(sampling={"n": 2}, changes_output=True),
     "log-probabilities": Setting(sampling={"logprobs": 2, "prompt_logprobs": 1}, changes_output=True),
     "penalties": Setting(sampling={"repetition_penalty": 1.3, "presence_penalty": 0.2}, changes_output=True),
+    "TP 2": Setting({"tensor_parallel_size": 2}, changes_output_of=(*_ROUNDED, "log-probabilities")),
 }  # fmt: skip
 
 REFUSED: dict[frozenset[str], str] = {
@@ -71,6 +78,8 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"int8", "w8a8"}): "weights have one form at a time",
     frozenset({"int8", "GPTQ"}): "weights have one form at a time",
     frozenset({"w8a8", "GPTQ"}): "weights have one form at a time",
+    frozenset({"TP 2", "LoRA"}): "adapters can't be shared out yet",
+    frozenset({"TP 2", "GPTQ"}): "the groups of quantized checkpoints can't be cut yet",
     frozenset({"int8 KV", "fp8 KV"}): "the cache has one form at a time",
 }
 """Pairs that cannot be, and why."""
@@ -83,6 +92,12 @@ NOTES: dict[frozenset[str], str] = {
     frozenset(
         {"prefix caching", "log-probabilities"}
     ): "a prompt whose log-probabilities are asked for is computed anew",
+    frozenset({"TP 2", "int8"}): "scales are of what a rank has of a row: other weights than one process has",
+    frozenset({"TP 2", "w8a8"}): "scales are of what a rank has of a row: other weights than one process has",
+    frozenset({"TP 2", "int8 KV"}): "a sum's last bits, added in parts, can decide what a value is rounded to",
+    frozenset({"TP 2", "fp8 KV"}): "a sum's last bits, added in parts, can decide what a value is rounded to",
+    frozenset({"TP 2", "log-probabilities"}): "equal up to the last bits of their sums, which are added in parts",
+    frozenset({"TP 2", "draft model"}): "the draft model runs on the first rank alone",
     frozenset({"tiers", "log-probabilities"}): "a prompt whose log-probabilities are asked for is computed anew",
 }
 """What is worth knowing of pairs that work."""
@@ -127,7 +142,12 @@ class Pair:
     @property
     def plain_options(self) -> dict[str, Any]:
         """The engine's, with only what is meant to change the output."""
-        return {**PLAIN, **{k: v for s in self.settings if s.changes_output for k, v in s.options.items()}}
+        one, other = self.settings
+        shared = dict(PLAIN)
+        for setting, beside in ((one, self.other), (other, self.one)):
+            if setting.changes_output or beside in setting.changes_output_of:
+                shared |= setting.options
+        return shared
 
 
 def table() -> str:

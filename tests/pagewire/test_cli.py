@@ -102,12 +102,12 @@ def test_usage_errors_are_one_line_and_exit_2(arguments: list[str], message: str
 def test_print_config_obeys_precedence(tmp_path: Path) -> None:
     toml = tmp_path / "c.toml"
     toml.write_text("max_num_seqs = 1\nblock_size = 2\nmax_num_batched_tokens = 3\n")
-    done = pagewire("decode", "--model", "m", "--config", str(toml), "--max-num-seqs", "21",
+    done = pagewire("decode", "--model", "m", "--config", str(toml), "--max-num-seqs", "21", "-tp", "2",
                     "--no-enable-prefix-caching", "--print-config", PAGEWIRE_MAX_NUM_SEQS="11",
                     PAGEWIRE_BLOCK_SIZE="12")  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert {"max_num_seqs = 21", "block_size = 12", "max_num_batched_tokens = 3", 'model = "m"',
-            "enable_prefix_caching = false"} <= set(done.stdout.splitlines())  # fmt: skip
+    assert {"max_num_seqs = 21", "tensor_parallel_size = 2", "block_size = 12", "max_num_batched_tokens = 3",
+            'model = "m"', "enable_prefix_caching = false"} <= set(done.stdout.splitlines())  # fmt: skip
 
 
 def test_generate_streams_text(target: str) -> None:

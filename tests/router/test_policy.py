@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
@@ -184,6 +185,17 @@ def test_plan_pairs_only_what_fits_together() -> None:
     candidates = [worker("deep", hit=10, fingerprint=other), worker("fits"), worker("d", "decode")]
     assert planned(candidates) == ("fits", "d", "disaggregated")
     assert planned(candidates[:1] + candidates[2:]) == (None, "d", "no_prefill_worker")
+
+
+def test_plan_pairs_workers_of_different_numbers_of_ranks() -> None:
+    sizes = [replace(FINGERPRINT, numerics_class=f"float32/reference/avx2/tp{size}") for size in (1, 2, 16)]
+    for p, d in product(sizes, sizes):
+        candidates = [worker("p", fingerprint=p), worker("d", "decode", fingerprint=d)]
+        assert planned(candidates) == ("p", "d", "disaggregated")
+    for other in ("float32/reference/avx2/tp2/x", "bfloat16/reference/avx2/tp2", "float32/native/avx2/tp2"):
+        candidates = [worker("p", fingerprint=replace(sizes[0], numerics_class=other)), worker("d", "decode")]
+        assert planned(candidates) == (None, "d", "no_prefill_worker")
+    assert not sizes[0].fits(replace(sizes[1], root=b"x" * 32))
 
 
 def test_plan_prefers_the_numerics_class_of_a_migrated_request() -> None:

@@ -1,0 +1,102 @@
+"""Tokens per second of one process and of N ranks: `python bench/tensor_parallel.py [--quick] [--size N]`.
+
+A random Llama in bfloat16 on the best kernels here, one thread a rank. N ranks have N threads in all, so this asks what
+one more brings; it costs two exchanges per layer over the loopback interface.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from bench.machine import describe
+from engine.engine import Engine
+from pagewire.config import EngineOptions
+from pagewire.sampling import SamplingParams
+
+VOCAB = 8192
+
+
+def make_model(directory: Path, hidden: int, layers: int) -> None:
+    """Random weights; what they say is of no interest."""
+    ffn, heads = hidden * 11 // 4 // 64 * 64, hidden // 64
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2,
+        "head_dim": 64, "vocab_size": VOCAB, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16", "eos_token_id": 1,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        shapes |= {
+            f"{name}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{name}.self_attn.k_proj.weight": (hidden // 2, hidden),
+            f"{name}.self_attn.v_proj.weight": (hidden // 2, hidden),
+            f"{name}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{name}.mlp.gate_proj.weight": (ffn, hidden),
+            f"{name}.mlp.up_proj.weight": (ffn, hidden),
+            f"{name}.mlp.down_proj.weight": (hidden, ffn),
+            f"{name}.input_layernorm.weight": (hidden,),
+            f"{name}.post_attention_layernorm.weight": (hidden,),
+        }
+    torch.manual_seed(0)
+    save_file(
+        {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in shapes.items()},
+        directory / "model.safetensors",
+    )
+
+
+def measure(model: Path, size: int, num_seqs: int, num_tokens: int) -> tuple[float, float]:
+    """(prefill, decode) tokens per second, the better of two runs."""
+    engine = Engine(
+        EngineOptions(
+            model=str(model),
+            tensor_parallel_size=size,
+            cpu_threads=size,
+            max_num_seqs=num_seqs,
+            kv_cache_memory_bytes=64 << 20,
+            enable_prefix_caching=False,
+        )
+    )
+    try:
+        prompts = [[(7 * i + 13 * j) % (VOCAB - 2) + 2 for j in range(256)] for i in range(num_seqs)]
+        best = [0.0, 0.0]
+        for _ in range(2):
+            started = time.perf_counter()
+            engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+            prefilled = time.perf_counter() - started
+            started = time.perf_counter()
+            engine.generate(prompts, SamplingParams(max_tokens=1 + num_tokens, temperature=0.0, ignore_eos=True))
+            decoded = time.perf_counter() - started - prefilled
+            best[0] = max(best[0], sum(map(len, prompts)) / prefilled)
+            best[1] = max(best[1], num_seqs * num_tokens / max(decoded, 1e-9))
+        return best[0], best[1]
+    finally:
+        engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model and few tokens")
+    parser.add_argument("--size", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=1024)
+    arguments = parser.parse_args()
+    hidden, layers = (512, 4) if arguments.quick else (arguments.hidden, 16)
+    num_seqs, num_tokens = (2, 16) if arguments.quick else (8, 64)
+    print(", ".join(f"{name} {value}" for name, value in describe().items()))
+    print(f"hidden {hidden}, {layers} layers, {num_seqs} sequences, one thread a rank")
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory), hidden, layers)
+        for size in (1, arguments.size):
+            prefill, decode = measure(Path(directory), size, num_seqs, num_tokens)
+            print(f"tp{size}: prefill {prefill:8.0f} tokens/s, decode {decode:8.1f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The config of one rank's part of a model, and what of a model and its options can't be shared out."""
+
+from dataclasses import replace
+
+from engine.model_config import ModelConfig, ModelError
+from engine.parallel.shard import Shard, check_divisible
+from engine.transformers_config import TransformersConfig, load_config
+from pagewire.config import EngineOptions
+
+
+def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
+    """The config with this rank's heads, MLP and vocabulary. Raises ModelError if they can't be shared evenly."""
+    moe = config.moe
+    sizes = {"intermediate_size": config.intermediate_size}
+    if moe is not None:
+        sizes = {} if all(moe.layers) else sizes
+        sizes["moe_intermediate_size"] = moe.intermediate_size
+    try:
+        check_divisible(size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, **sizes)
+    except ValueError as error:
+        raise ModelError(f"{config.path}: tensor_parallel_size = {size}: {error}") from None
+    shard = Shard(rank, size, config.num_kv_heads, config.head_dim, config.vocab_size)
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=len(shard.kv_heads),
+        intermediate_size=config.intermediate_size // size,
+        vocab_size=len(shard.vocabulary),
+        moe=None if moe is None else replace(moe, intermediate_size=moe.intermediate_size // size),
+        shard=shard,
+    )
+
+
+def check_parallel(options: EngineOptions) -> None:
+    """Raises ModelError, before anything is loaded, for what can't run on several ranks."""
+    size = options.tensor_parallel_size
+    config = load_config(
+        options.model, dtype=options.dtype, max_model_len=options.max_model_len, model_impl=options.model_impl
+    )
+    if isinstance(config, TransformersConfig):
+        raise ModelError(
+            f"{config.path}: tensor_parallel_size = {size} is not supported with model_impl = transformers: "
+            "its module knows no shards"
+        )
+    if config.quantization is not None:
+        raise ModelError(
+            f"{config.path}: tensor_parallel_size = {size} is not supported with quantized checkpoints "
+            f"({config.quantization_label}): their groups of columns can't be cut yet"
+        )
+    shard_config(config, 0, size)

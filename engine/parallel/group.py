@@ -1,0 +1,17 @@
+"""What the ranks of one model say to each other in a step: sums, and the logits' parts."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class RankGroup(Protocol):
+    """All ranks call the same methods in the same order, with tensors of one shape."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The ranks' x added up in the order of the ranks: a row of it depends on that row's parts alone. float32."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor | None:
+        """The ranks' x, [ranks, *x.shape], on rank 0; None on the others."""
+        ...

@@ -1,0 +1,95 @@
+"""The model on several ranks, as rank 0's runner sees it: each call is told to the others, then all compute it."""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from engine.errors import EngineDied
+from engine.kernel_set import ModelKernels
+from engine.lora.step import LoraStep
+from engine.memory import KvMemory
+from engine.models.decoder import Decoder
+from engine.parallel.group import RankGroup
+from engine.parallel.heads import KvHeads
+from engine.parallel.messages import Forward, Logits
+from engine.parallel.vocabulary import gather_logits
+from engine.weight_source import Projection
+from kernels.paged import PagedBatch
+
+R = TypeVar("R")
+
+
+class OtherRanks(Protocol):
+    """The ranks but this one."""
+
+    def tell(self, message: object) -> None:
+        """Sends it to each. Raises EngineDied if one has ended."""
+        ...
+
+    def lost(self, error: Exception) -> EngineDied:
+        """Why a computation with them has failed with `error`."""
+        ...
+
+
+class ParallelModel:
+    """A `Model` whose part on rank 0 is `own`. After an exception the ranks are no longer in step: EngineDied."""
+
+    def __init__(self, own: Decoder, heads: KvHeads, vocab_size: int, group: RankGroup, others: OtherRanks) -> None:
+        if own.config.shard is None:
+            raise ValueError("a model that is not shared out needs no other ranks")
+        own.group = group
+        self._own = own
+        self._heads = heads
+        self._vocab_size = vocab_size
+        self._width = own.config.shard.most_token_ids
+        self._group = group
+        self._others = others
+
+    @property
+    def kernels(self) -> ModelKernels:
+        return self._own.kernels
+
+    @property
+    def numerics_class(self) -> str:
+        return self._own.numerics_class
+
+    @property
+    def num_bytes_read(self) -> int:
+        """By each rank."""
+        return self._own.num_bytes_read
+
+    @property
+    def adaptable(self) -> tuple[Projection, ...]:
+        """Adapters are refused."""
+        return ()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        memory: KvMemory,
+        adapters: LoraStep | None = None,
+    ) -> Tensor:
+        """As the model's; `memory` is what all ranks have in common, of which each sees its heads."""
+        self._others.tell(Forward.of(input_ids, positions, batch))
+        return self._together(lambda: self._own.forward(input_ids, positions, batch, self._heads))
+
+    def logits(self, hidden: Tensor, adapters: LoraStep | None = None) -> Tensor:
+        """As the model's."""
+        self._others.tell(Logits.of(hidden))
+
+        def compute() -> Tensor:
+            whole = gather_logits(self._own.logits(hidden), self._width, self._vocab_size, self._group)
+            if whole is None:
+                raise ValueError("rank 0 gathers the logits")
+            return whole
+
+        return self._together(compute)
+
+    def _together(self, compute: Callable[[], R]) -> R:
+        try:
+            return compute()
+        except Exception as error:
+            raise self._others.lost(error) from error

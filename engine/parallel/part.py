@@ -1,0 +1,60 @@
+"""A rank's part of the model, and the steps it is told to compute."""
+
+from pathlib import Path
+
+import torch
+
+from engine.kernel_set import load_kernel_set
+from engine.loading import load_part
+from engine.models.decoder import Decoder
+from engine.parallel.heads import KvHeads, map_pool
+from engine.parallel.messages import Forward, Join, Load, Logits
+from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.shard import Shard
+from engine.parallel.vocabulary import gather_logits
+from engine.runner import set_cpu_threads
+from pagewire.config import EngineOptions
+
+
+class Part:
+    """Of one rank but the first."""
+
+    def __init__(self, model: Decoder, shard: Shard) -> None:
+        self._model = model
+        self._shard = shard
+        self._heads: KvHeads | None = None
+        self._group: ProcessRanks | None = None
+
+    @classmethod
+    def load(cls, load: Load, rank: int) -> "Part":
+        """Raises ModelError."""
+        options = EngineOptions.model_validate(load.options)
+        set_cpu_threads(load.threads)
+        quantization = None if options.quantization == "none" else options.quantization
+        kernels = load_kernel_set(options.kernels, load.threads, quantization, options.device)
+        model = load_part(options, kernels, rank)
+        if model.config.shard is None:
+            raise ValueError("a rank needs a shard")
+        return cls(model, model.config.shard)
+
+    def join(self, join: Join, pool: int) -> None:
+        """Maps the pool behind the descriptor and finds the other ranks."""
+        shard = self._shard
+        blocks = map_pool(pool, join.layout, join.num_blocks)
+        self._heads = KvHeads(blocks, join.layout, join.groups, shard.kv_heads)
+        self._group = ProcessRanks(Path(join.meeting), shard.rank, shard.size)
+        self._model.group = self._group
+
+    def forward(self, step: Forward) -> None:
+        """Stores the K and V of its heads; the result is the same on all ranks, and rank 0 has it."""
+        if self._heads is None:
+            raise ValueError("not joined")
+        ids, positions = torch.from_numpy(step.input_ids), torch.from_numpy(step.positions)
+        self._model.forward(ids, positions, step.batch, self._heads)
+
+    def logits(self, rows: Logits) -> None:
+        """Of its part of the vocabulary, to rank 0."""
+        if self._group is None:
+            raise ValueError("not joined")
+        logits = self._model.logits(rows.rows(self._model.config.dtype))
+        gather_logits(logits, self._shard.most_token_ids, self._shard.vocab_size, self._group)

@@ -1,0 +1,140 @@
+"""An engine on two ranks: the tokens of one, on every kernel set, and nothing of it left when it ends or dies."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.engine import Engine
+from engine.errors import EngineDied
+from engine.model_config import ModelError, load_model_config
+from engine.parallel.config import check_parallel, shard_config
+from kernels import cpu
+from pagewire.config import ConfigError, EngineOptions, engine_options
+from pagewire.sampling import SamplingParams
+from tests.decode_svc.harness import make_engine
+from tests.matrix.system import in_one_process
+
+Tiny = Callable[..., Path]
+PROMPTS = [[(31 * i + 7 * j) % 290 + 5 for j in range(n)] for i, n in enumerate((3, 16, 37))]
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, seed=0)
+PARAMS = [GREEDY, SamplingParams(max_tokens=16, n=2, ignore_eos=True, seed=7, logprobs=2), GREEDY]
+
+
+def ranks_of(engine: Engine) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in sorted(engine._ranks._pids.values())] if engine._ranks else []
+
+
+def tokens(model: Path, **options: Any) -> list[list[list[int]]]:
+    engine = make_engine(model, **options)
+    try:
+        return engine.generate(PROMPTS, PARAMS)
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Tiny) -> Iterator[Engine]:
+    engine = make_engine(tiny_model("llama"), tensor_parallel_size=2)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def nothing_is_left() -> None:
+    """The module's engine lives on; the last test looks after it."""
+
+
+def test_the_tokens_are_those_of_one_process(engine: Engine, tiny_model: Tiny) -> None:
+    alone = tokens(tiny_model("llama"))
+    assert engine.numerics_class.endswith("/tp2")
+    for _ in range(2):  # the second time with a prefix to hit
+        assert engine.generate(PROMPTS, PARAMS) == alone
+    engine.scheduler.check_integrity()
+
+
+def test_a_row_depends_on_itself_alone(engine: Engine) -> None:
+    """Bit for bit: alone, in a batch, and in chunks of another size."""
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, seed=0, logprobs=3, prompt_logprobs=1)
+    alone = [logprobs(engine, [prompt], params) for prompt in PROMPTS]
+    together = logprobs(engine, PROMPTS, params)
+    assert [found for each in alone for found in each] == together
+
+
+def logprobs(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[tuple[Any, ...]]]:
+    work = {str(i): (prompt, params) for i, prompt in enumerate(prompts)}
+    found = in_one_process(engine, work)
+    return [[*each.choice(0).logprobs, *each.prompt_logprobs] for each in found.values()]
+
+
+def test_each_rank_has_its_share_of_the_weights(engine: Engine, tiny_model: Tiny) -> None:
+    one = make_engine(tiny_model("llama"))
+    whole = one._runner._model.num_bytes_read  # type: ignore[attr-defined]
+    one.close()
+    assert engine._runner._model.num_bytes_read == whole / 2  # type: ignore[attr-defined]
+
+
+FAMILIES = [
+    pytest.param("qwen3_moe", {}, 2, "native"),
+    pytest.param("phi3", {"num_key_value_heads": 1}, 2, "native"),
+    pytest.param("llama", {}, 4, "reference", marks=pytest.mark.nightly),
+    *(
+        pytest.param(family, {}, 2, kernels, marks=pytest.mark.nightly)
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "phi3")
+        for kernels in ("reference", "torch", "native")
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "config", "size", "kernels"), FAMILIES)
+def test_every_family(tiny_model: Tiny, family: str, config: dict[str, Any], size: int, kernels: str) -> None:
+    """With fewer kv heads than ranks, several ranks have the same head."""
+    if kernels == "native" and not cpu.available():
+        pytest.skip(cpu.why_unavailable())
+    model = tiny_model(family, **config)
+    assert tokens(model, kernels=kernels, tensor_parallel_size=size) == tokens(model, kernels=kernels)
+
+
+def test_a_killed_rank_is_noticed_at_once_and_named(engine: Engine) -> None:
+    """The last test with the module's engine."""
+    (rank,) = ranks_of(engine)
+    rank.send_signal(signal.SIGKILL)
+    error = engine.death.exception(5)
+    assert isinstance(error, EngineDied)
+    assert str(error) == f"rank 1 (process {rank.pid}) has died: signal SIGKILL"
+    with pytest.raises(EngineDied, match="signal SIGKILL"):
+        engine.generate([[5, 6, 7]], GREEDY)
+    engine.close()
+    engine.close()
+    assert not psutil.pid_exists(rank.pid)
+
+
+def options(model: Path, **more: Any) -> EngineOptions:
+    return engine_options(model=str(model), dtype="float32", tensor_parallel_size=2, **more)
+
+
+def test_what_can_not_be_shared_out_is_refused_by_name(tiny_model: Tiny) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ModelError, match=r"tensor_parallel_size = 3: 4 attention heads can't be shared evenly by 3"):
+        check_parallel(options(model).model_copy(update={"tensor_parallel_size": 3}))
+    with pytest.raises(ModelError, match=r"tensor_parallel_size = 8: 4 attention heads"):
+        shard_config(load_model_config(model), 0, 8)
+    with pytest.raises(ModelError, match="not supported with model_impl = transformers"):
+        check_parallel(options(model, model_impl="transformers"))
+    with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: pipeline parallelism is not supported yet"):
+        options(model, pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="enable_lora with tensor_parallel_size = 2"):
+        options(model, enable_lora=True)
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 2 on device = cuda"):
+        options(model, device="cuda")
+
+
+def test_a_rank_that_can_not_load_says_why(tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dump = EngineOptions.model_dump
+    monkeypatch.setattr(EngineOptions, "model_dump", lambda self: dump(self) | {"model": str(tmp_path / "gone")})
+    with pytest.raises(ModelError, match=r"rank 1: .*gone: no such directory"):
+        make_engine(tiny_model("llama"), tensor_parallel_size=2)
+    assert not any("engine.parallel.rank" in each.cmdline() for each in psutil.Process().children())

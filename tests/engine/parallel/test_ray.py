@@ -1,0 +1,49 @@
+"""Ranks as actors of a local Ray cluster."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.errors import EngineDied
+from engine.model_config import ModelError
+from pagewire.sampling import SamplingParams
+from tests.decode_svc.harness import make_engine
+
+Tiny = Callable[..., Path]
+PROMPTS = [[5, 6, 7], [(7 * i) % 290 + 5 for i in range(21)]]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, seed=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_tokens_are_those_of_one_process_and_an_actor_that_dies_is_noticed(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (extra pagewire[ray])")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    model = tiny_model("llama")
+    alone = make_engine(model)
+    expected = alone.generate(PROMPTS, GREEDY)
+    alone.close()
+    engine = make_engine(model, tensor_parallel_size=2, distributed_executor_backend="ray")
+    try:
+        assert engine.generate(PROMPTS, GREEDY) == expected
+        assert engine._ranks is not None
+        (pid,) = engine._ranks._pids.values()
+        assert "ray::" in " ".join(psutil.Process(pid).cmdline())
+        os.kill(pid, signal.SIGKILL)
+        error = engine.death.exception(10)
+        assert isinstance(error, EngineDied)
+        assert f"rank 1 (process {pid}) has died" in str(error)
+    finally:
+        engine.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_without_ray_it_says_what_to_install(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(ModelError, match=r"needs Ray, which is not installed .*pip install pagewire\[ray\]"):
+        make_engine(tiny_model("llama"), tensor_parallel_size=2, distributed_executor_backend="ray")
