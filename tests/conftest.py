@@ -27,6 +27,8 @@ from tests.tiny_models import make_tiny_model
 settings.register_profile("ci", max_examples=30, deadline=None)
 SETTLE_SECONDS = 60.0  # gRPC gives up what does not connect after 20 s; only a test that fails waits for so long
 GRPC_SECONDS = 5.0
+# Envoy, Intel's OpenMP, Ray and the semaphores of Python's multiprocessing. Ours is memfds, which have no names.
+FOREIGN_SHARED_MEMORY = ("envoy_", "__KMP_", "plasma", "ray_", "sem.")
 # Threads that libraries start once per process and keep.
 LIBRARY_THREADS = (
     "_poll_wrapper",
@@ -107,10 +109,10 @@ def _children() -> set[int]:
 
 
 def shared_memory() -> set[str]:
-    """The machine's shared memory files, but Envoy's: other test processes run it at the same time."""
+    """The machine's shared memory files, but those of other programs: other test processes run them at this time."""
     directory = Path("/dev/shm")
     found = directory.iterdir() if directory.is_dir() else ()
-    return {path.name for path in found if not path.name.startswith("envoy_")}
+    return {path.name for path in found if not path.name.startswith(FOREIGN_SHARED_MEMORY)}
 
 
 def _what_is_there() -> dict[str, set[Any]]:
