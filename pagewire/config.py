@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pagewire.options import GIB_OPTIONS, EngineOptions, ProcessConfig, RouterConfig, WorkerConfig
+from pagewire.engine_options import GIB_OPTIONS, EngineOptions
+from pagewire.options import ProcessConfig, RouterConfig, WorkerConfig
 
 __all__ = [
     "ConfigError",

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from pagewire.options import Port, option
+from pagewire.option import Port, option
 
 BackendName = Literal["pagewire", "pagewire-chat", "openai", "openai-chat"]
 DatasetName = Literal["random", "prefix_repetition", "custom"]

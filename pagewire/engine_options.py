@@ -1,0 +1,222 @@
+"""The engine's options, of workers, of `LLM` and of run-batch: names and meaning are vLLM's."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from pagewire.option import ByteCount, Frozen, GibCount, Names, RedisUrl, option
+from pagewire.speculative import SpeculativeConfig
+
+_MODEL = "Model"
+_ENGINE = "Engine"
+_LORA = "LoRA"
+_PREFIX_CACHE = "Prefix cache"
+
+GIB_OPTIONS = frozenset({"kv_offloading_size", "kv_disk_size", "kv_store_size"})
+
+
+def _as_json(value: object) -> object:
+    """A table of a configuration file, or a dict given to `LLM`, as what the flag would have."""
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
+def _check_speculative(value: str) -> str:
+    SpeculativeConfig.parse(value)
+    return value
+
+
+def _none_by_name(value: object) -> object:
+    return "none" if value is None else value
+
+
+class EngineOptions(Frozen):
+    """What the engine is built from; names and meaning are vLLM's."""
+
+    model: Annotated[str, Field(min_length=1)] = option(
+        ..., "Model directory: config.json, safetensors, tokenizer.json.", panel=_MODEL, metavar="PATH"
+    )
+    served_model_name: str | None = option(
+        None, "Name clients ask for.", panel=_MODEL, metavar="NAME", shown_default="the directory's name"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "Compute type; auto takes what the model was saved in.", panel=_MODEL
+    )
+    model_impl: Literal["auto", "pagewire", "transformers"] = option(
+        "auto",
+        "Who runs the model: pagewire's own code, or Hugging Face's module over the paged cache; auto takes the first "
+        "that knows the architecture.",
+        panel=_MODEL,
+    )
+    device: Literal["cpu", "cuda"] = option(
+        "cpu", "Where the model runs; cuda is for LLM and run-batch so far, and needs the extra gpu.", panel=_ENGINE
+    )
+    kernels: Literal["auto", "native", "torch", "reference", "triton"] = option(
+        "auto",
+        "Kernel set; auto is native where it runs, triton on cuda. Reference accumulates in float64, slow but exact.",
+        panel=_ENGINE,
+    )
+    quantization: Annotated[Literal["none", "int8", "w8a8"], BeforeValidator(_none_by_name)] = option(
+        "none", "Int8 weights, made on loading; w8a8: activations too, for integer products.", panel=_MODEL
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = option(
+        "auto",
+        "What the KV cache stores: auto the compute type, the others a byte for each value and a scale for each token "
+        "and kv head; fp8 is fp8_e4m3. The same on all workers of a model.",
+        panel=_ENGINE,
+    )
+    packed_cache_bytes: Annotated[ByteCount, Field(ge=0)] = option(
+        64 << 30,
+        "Keep packed weights in the cache directory up to this size; the longest unused go first, those in use stay.",
+        panel=_ENGINE,
+        metavar="BYTES",
+        shown_default="64GiB",
+    )
+    block_size: int = option(16, "Tokens per KV block.", panel=_ENGINE, metavar="TOKENS", ge=1, le=256)
+    kv_cache_memory_bytes: Annotated[ByteCount, Field(ge=1)] | None = option(
+        None,
+        "Size of the KV pool; 512MiB and 2G work too.",
+        panel=_ENGINE,
+        metavar="BYTES",
+        shown_default="kv-cache-memory-share",
+    )
+    kv_cache_memory_share: float = option(
+        0.4,
+        "Part of the available memory that the KV pool takes, but no more than max-num-seqs sequences of full length "
+        "can use; `up` divides it among its workers.",
+        panel=_ENGINE,
+        metavar="SHARE",
+        gt=0,
+        le=1,
+    )
+    max_model_len: Annotated[int, Field(ge=1)] | None = option(
+        None, "Longest sequence, prompt and output.", panel=_ENGINE, metavar="TOKENS", shown_default="the model's"
+    )
+    max_num_batched_tokens: int = option(
+        512,
+        "Most tokens in one engine step; also the chunk of a long prefill.",
+        panel=_ENGINE,
+        metavar="TOKENS",
+        ge=1,
+        le=1 << 20,
+    )
+    max_num_seqs: int = option(64, "Most sequences in one engine step.", panel=_ENGINE, metavar="N", ge=1, le=4096)
+    enable_prefix_caching: bool = option(True, "Keep KV blocks for reuse.", panel=_PREFIX_CACHE, shown_default="on")
+    disable_hybrid_kv_cache_manager: bool = option(
+        False,
+        "Layers with a sliding window keep the KV of the whole sequence, as all others do. All workers of a model must "
+        "agree.",
+        panel=_PREFIX_CACHE,
+    )
+    kv_offloading_size: Annotated[GibCount, Field(ge=1)] | None = option(
+        None,
+        "Host memory for KV blocks that the pool may evict, in GiB; 512MiB works too. They are loaded back instead of "
+        "computed again; `up` gives each worker as much.",
+        panel=_PREFIX_CACHE,
+        metavar="GIB",
+        shown_default="off",
+    )
+    kv_disk_path: Path | None = option(
+        None,
+        "Directory for KV blocks on disk, behind host memory; they survive a restart with the same model. Each process "
+        "takes a place of its own there.",
+        panel=_PREFIX_CACHE,
+        metavar="DIR",
+        shown_default="off",
+    )
+    kv_disk_size: Annotated[GibCount, Field(ge=1)] | None = option(
+        None, "Most a process writes there, in GiB; 512MiB works too.", panel=_PREFIX_CACHE, metavar="GIB"
+    )
+    kv_store_url: RedisUrl | None = option(
+        None,
+        "Redis or Valkey that all workers of a model share as the lowest tier of the prefix cache: a server of its "
+        "own, or at least another database than the index's.",
+        panel=_PREFIX_CACHE,
+        metavar="URL",
+        shown_default="off",
+    )
+    kv_store_size: Annotated[GibCount, Field(ge=1)] | None = option(
+        None,
+        "Most that all workers of a model together keep there, in GiB; 512MiB works too.",
+        panel=_PREFIX_CACHE,
+        metavar="GIB",
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "Processes that share the model out, each with a part of the weights and of the KV heads.",
+        panel=_ENGINE,
+        metavar="N",
+        short="-tp",
+        ge=1,
+        le=64,
+    )
+    pipeline_parallel_size: int = option(
+        1, "Stages of layers; more than one is not supported yet.", panel=_ENGINE, metavar="N", ge=1
+    )
+    distributed_executor_backend: Literal["mp", "ray"] = option(
+        "mp", "What starts the other processes: this one, or a Ray cluster (extra ray), on this machine.", panel=_ENGINE
+    )
+    cpu_threads: int = option(0, "Threads of the kernels; 0 takes all CPUs.", panel=_ENGINE, metavar="N", ge=0, le=1024)
+    kv_pool_backing: Literal["private", "memfd"] = option(
+        "private", "Memory of the pool; memfd can be mapped by other processes (for shm_map).", panel=_ENGINE
+    )
+
+    speculative_config: Annotated[str, BeforeValidator(_as_json), AfterValidator(_check_speculative)] | None = option(
+        None,
+        'Guess tokens and check several in one step; the output stays the same. JSON with vLLM\'s keys: {"method": '
+        '"ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}, or {"model": "DIR"} for a draft model.',
+        panel=_ENGINE,
+        metavar="JSON",
+        shown_default="off",
+    )
+
+    enable_lora: bool = option(False, "Serve LoRA adapters beside the base model.", panel=_LORA)
+    max_loras: int = option(
+        8, "Most adapters in one engine step, and on the device.", panel=_LORA, metavar="N", ge=1, le=1024
+    )
+    max_lora_rank: int = option(16, "Largest rank of an adapter.", panel=_LORA, metavar="RANK", ge=1, le=1024)
+    max_cpu_loras: int = option(256, "Most adapters in host memory.", panel=_LORA, metavar="N", ge=1, le=65536)
+    lora_modules: Names = option(
+        (), "Adapters to load at start: directories as PEFT writes them.", panel=_LORA, metavar="NAME=PATH,…"
+    )
+    lora_root: Path | None = option(
+        None,
+        "Directory below which AdminService may load adapters.",
+        panel=_LORA,
+        metavar="PATH",
+        shown_default="none may be loaded at run time",
+    )
+
+    @model_validator(mode="after")
+    def _check_parallel(self) -> Self:
+        if self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size = {self.pipeline_parallel_size}: pipeline parallelism is not supported yet; "
+                "tensor_parallel_size is"
+            )
+        size = self.tensor_parallel_size
+        if size > 1 and self.enable_lora:
+            raise ValueError(f"enable_lora with tensor_parallel_size = {size}: adapters can't be shared out yet")
+        if size > 1 and self.device != "cpu":
+            raise ValueError(f"tensor_parallel_size = {size} on device = {self.device} is not supported yet")
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if not self.enable_lora and (self.lora_modules or self.lora_root is not None):
+            raise ValueError("lora_modules and lora_root need enable_lora")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> Self:
+        if (self.kv_disk_path is None) != (self.kv_disk_size is None):
+            raise ValueError("kv_disk_path and kv_disk_size must be given together")
+        if (self.kv_store_url is None) != (self.kv_store_size is None):
+            raise ValueError("kv_store_url and kv_store_size must be given together")
+        for name in ("kv_offloading_size", "kv_disk_path", "kv_store_url"):
+            if getattr(self, name) is not None and not self.enable_prefix_caching:
+                raise ValueError(f"{name} needs enable_prefix_caching: a tier holds cached blocks")
+            if getattr(self, name) is not None and self.device != "cpu":
+                raise ValueError(f"{name}: tiers of a pool on device = {self.device} are not supported yet")
+        return self
