@@ -50,7 +50,7 @@ class LLM:
         """Loads `model`, or connects to the router at `target` ("host:port"); exactly one must be given.
 
         `model` is a directory, "demo", a name on the Hugging Face hub or a GGUF file; `options` are the engine's
-        (pagewire/engine_options.py: dtype, kernels, max_model_len, max_num_seqs, …). With a `target`, `tokenizer` is a model
+        (pagewire/engine_options.py: dtype, kernels, max_model_len, …). With a `target`, `tokenizer` is a model
         directory that makes log-probabilities show text, at most `max_concurrent_requests` run at a time, and the rest
         is as for `Client`. With a `seed` all calls can be repeated: requests without a seed get one derived from it
         and their number. Raises ConfigError, EngineError, ModelError, PagewireError.

@@ -14,13 +14,13 @@ from pagewire.errors import ADAPTER_NOT_FOUND, InvalidArgument, NotFound
 from pagewire.prefix_control import Prefix, PrefixControl, check_salt, check_ttl, prefix_of
 from pagewire.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pagewire.worker_view import AdapterView, WorkerView
-from pagewire.worker_wire import (
+from pagewire.worker_view_wire import (
     adapter_to_proto,
     holding_to_proto,
     info_to_proto,
     label_from_proto,
     load_to_proto,
-    prefix_sources_from_proto,
+    move_sources_from_proto,
     status_to_proto,
 )
 
@@ -199,7 +199,7 @@ class WorkerAdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._check_is_me(request.to_worker_id, "to_worker_id")
         if request.remove:
             raise InvalidArgument("remove", True, "must be false on a worker; a router removes it where it was")
-        moved = await self._prefixes.bring(self._prefix(request), prefix_sources_from_proto(request))
+        moved = await self._prefixes.bring(self._prefix(request), move_sources_from_proto(request))
         return admin_pb2.MovePrefixResponse(num_blocks=moved.num_blocks, num_moved_blocks=moved.num_moved_blocks)
 
     @property

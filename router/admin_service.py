@@ -13,7 +13,7 @@ from pagewire.errors import FailedPrecondition, NotFound, Unavailable, from_rpc_
 from pagewire.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from pagewire.worker_rpc import new_generation
 from pagewire.worker_view import AdapterLabel, WorkerRole
-from pagewire.worker_wire import adapter_to_proto, info_to_proto, label_from_proto, load_to_proto, queue_to_proto
+from pagewire.worker_view_wire import adapter_to_proto, info_to_proto, label_from_proto, load_to_proto, queue_to_proto
 from router.explanation import Explanation
 from router.fleet import Fleet, FleetWorker
 from router.pipeline import Pipeline

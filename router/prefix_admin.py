@@ -11,7 +11,7 @@ from pagewire.errors import FailedPrecondition, InvalidArgument, NotFound, from_
 from pagewire.prefix_control import check_salt, check_ttl
 from pagewire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, types_pb2
 from pagewire.worker_view import PrefixSource
-from pagewire.worker_wire import label_to_proto, prefix_source_to_proto
+from pagewire.worker_view_wire import label_to_proto, prefix_source_to_proto
 from router.fleet import Fleet, FleetWorker
 from router.pipeline import Pipeline
 from router.service import call_from_proto

@@ -9,7 +9,7 @@ import grpc
 
 from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from pagewire.worker_view import AdapterView, LoadSnapshot, WorkerDescription
-from pagewire.worker_wire import adapter_from_proto, info_from_proto, load_from_proto
+from pagewire.worker_view_wire import adapter_from_proto, info_from_proto, load_from_proto
 from router.identity import ROUTER_ID
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from pagewire.v1 import decode_pb2, types_pb2
 from pagewire.wire import sampling_to_proto
-from pagewire.worker_wire import label_to_proto, prefix_source_to_proto
+from pagewire.worker_view_wire import label_to_proto, prefix_source_to_proto
 from router.request import FinishReason, Logprobs, Token, TransferSource, WorkerCall
 
 _MAX_TIMEOUT_MS = (1 << 32) - 1

@@ -12,7 +12,7 @@ from engine.transfer.plane import Plane, RemoteBlock, SharedPoolInfo, plane_of
 from pagewire.errors import from_rpc_error
 from pagewire.v1 import transfer_pb2, transfer_pb2_grpc
 from pagewire.worker_view import WorkerDescription
-from pagewire.worker_wire import fingerprint_to_proto
+from pagewire.worker_view_wire import fingerprint_to_proto
 
 _PULL = "/pagewire.v1.KvTransferService/Pull"
 _SINCE_PREFILL = "pagewire-ms-since-prefill"

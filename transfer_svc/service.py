@@ -15,7 +15,8 @@ from engine.transfer.pool_server import PoolServer, RingLease
 from pagewire.errors import FailedPrecondition, InvalidArgument
 from pagewire.v1 import transfer_pb2
 from pagewire.worker_view import WorkerDescription
-from pagewire.worker_wire import fingerprint_from_proto, token_to_proto
+from pagewire.worker_view_wire import fingerprint_from_proto
+from pagewire.worker_wire import token_to_proto
 from transfer_svc.leases import ManifestBlock, PrefillResult
 from transfer_svc.lender import Lender
 from transfer_svc.sender import BlockRun, KvSender

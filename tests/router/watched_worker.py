@@ -11,7 +11,7 @@ import grpc
 from pagewire import rpc
 from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from pagewire.worker_view import LoadSnapshot, WorkerDescription, WorkerFingerprint, WorkerRole
-from pagewire.worker_wire import adapter_to_proto, info_to_proto, load_to_proto
+from pagewire.worker_view_wire import adapter_to_proto, info_to_proto, load_to_proto
 from tests.ports import free_port
 
 _Context = grpc.aio.ServicerContext[Any, Any]

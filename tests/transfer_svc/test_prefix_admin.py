@@ -7,7 +7,7 @@ import pytest
 
 from pagewire import rpc
 from pagewire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
-from pagewire.worker_wire import label_to_proto
+from pagewire.worker_view_wire import label_to_proto
 from router.admin_service import RouterAdminServicer
 from router.fleet import Fleet
 from router.fleet_placer import FleetPlacer
