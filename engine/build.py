@@ -89,6 +89,8 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         groups.layers_per_block, config.num_kv_heads, config.head_dim, options.block_size, config.dtype, kv_format
     )
     draft = load_draft(speculative, options, served, threads) if speculative is not None and has_draft else None
+    if ranks is not None:
+        ranks.wait_loaded(served.digest)  # else the pool would get the memory that their weights are about to take
     size = size_pool(
         block_bytes=layout.block_bytes,
         draft_block_bytes=0 if draft is None else draft.layout.block_bytes,

@@ -221,6 +221,11 @@ class Engine:
         if request.adopted is not None:
             self.kv_cache.release(request.adopted.all_block_ids)
 
+    def give_up_step(self) -> None:
+        """Ends a step that hangs because a rank does; other steps end by themselves. From any thread."""
+        if self._ranks is not None:
+            self._ranks.kill()
+
     def close(self) -> None:
         """Gives up what still runs, ends what the tiers do and unmaps the KV memory."""
         with ExitStack() as closing:  # from the last on, each whatever happens to the others

@@ -27,6 +27,14 @@ class LoadedModel:
     slots: AdapterSlots | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedPart:
+    """`digest` is that of the whole model's weights."""
+
+    model: Decoder
+    digest: bytes
+
+
 def load_served_model(options: EngineOptions, kernels: ModelKernels, progress: Progress | None) -> LoadedModel:
     """Raises ModelError for a model or an adapter that cannot be served."""
     config = load_config(
@@ -48,19 +56,16 @@ def load_served_model(options: EngineOptions, kernels: ModelKernels, progress: P
     return LoadedModel(config, model, digest, adapters, slots)
 
 
-def load_part(options: EngineOptions, kernels: ModelKernels, rank: int) -> Decoder:
+def load_part(options: EngineOptions, kernels: ModelKernels, rank: int) -> LoadedPart:
     """The part of the model that another rank than the first has. Raises ModelError."""
     config = load_config(
         options.model, dtype=options.dtype, max_model_len=options.max_model_len, model_impl=options.model_impl
     )
     if isinstance(config, TransformersConfig):
         raise ModelError(f"{config.path}: model_impl = transformers has no parts")
-    return load_model(
-        shard_config(config, rank, options.tensor_parallel_size),
-        kernels,
-        digest=weights_digest(config.path),
-        packed_cache_bytes=options.packed_cache_bytes,
-    )
+    digest = weights_digest(config.path)
+    own = shard_config(config, rank, options.tensor_parallel_size)
+    return LoadedPart(load_model(own, kernels, digest=digest, packed_cache_bytes=options.packed_cache_bytes), digest)
 
 
 def _check_triton(options: EngineOptions, config: ModelConfig | TransformersConfig) -> None:

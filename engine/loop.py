@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 STALL_SECONDS = 0.002
 """Pause before the next try when requests wait for blocks that transfers hold; any command ends it early."""
+LAST_STEP_SECONDS = 10.0
+"""For the step that runs when the loop is to stop; then the other ranks, of which one may hang, are killed."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,10 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(LAST_STEP_SECONDS)
+            if self._thread.is_alive():
+                self._engine.give_up_step()
+                self._thread.join()
 
     def _go_on(self) -> None:
         """A load has ended, on another thread: whoever waits for it is tried again at once."""

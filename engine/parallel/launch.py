@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
-from engine.parallel.rank import ADDRESS
+from engine.parallel.rank import INHERITED
 
 
 class RankProcess(Protocol):
@@ -22,10 +24,23 @@ class RankProcess(Protocol):
         ...
 
 
-class Launcher(Protocol):
-    """Starts ranks, which connect to the abstract Unix socket `address` and show `token`."""
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A rank that can be talked to. `connection` has a process at its other end that was started here, of this user."""
 
-    def start(self, rank: int, address: str, token: bytes) -> RankProcess: ...
+    rank: int
+    pid: int
+    connection: socket.socket
+
+
+class Launcher(Protocol):
+    """Starts ranks, which then arrive in any order."""
+
+    def start(self, rank: int) -> RankProcess: ...
+    def accept(self, timeout: float) -> Arrival | None:
+        """The next one that has arrived; None if none does within about so many seconds. The caller closes it."""
+        ...
+
     def close(self) -> None:
         """Ends what it keeps running beside the ranks, after them."""
         ...
@@ -34,14 +49,17 @@ class Launcher(Protocol):
 class ChildProcess:
     """`python -m engine.parallel.rank`, in a session of its own: signals of a terminal are for rank 0 alone."""
 
-    def __init__(self, rank: int, address: str, token: bytes) -> None:
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        """The process inherits `connection`."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "engine.parallel.rank"],
             stdin=subprocess.DEVNULL,
             stdout=2,  # a worker's stdout has its ready line and nothing else
-            env={**os.environ, ADDRESS: f"{address}:{token.hex()}:{rank}"},
+            env={**os.environ, INHERITED: f"{connection.fileno()}:{rank}"},
+            pass_fds=[connection.fileno()],
             start_new_session=True,
         )
+        self.pid = self._process.pid
 
     def how_it_ended(self, timeout: float) -> str | None:
         with suppress(subprocess.TimeoutExpired):
@@ -55,10 +73,26 @@ class ChildProcess:
 
 
 class ChildProcesses:
-    """The launcher `mp`."""
+    """The launcher `mp`. Nobody else can reach the sockets: they have no names."""
 
-    def start(self, rank: int, address: str, token: bytes) -> ChildProcess:
-        return ChildProcess(rank, address, token)
+    def __init__(self) -> None:
+        self._arrivals: list[Arrival] = []
+
+    def start(self, rank: int) -> ChildProcess:
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with other:
+                process = ChildProcess(rank, other)
+        except BaseException:
+            own.close()
+            raise
+        self._arrivals.append(Arrival(rank, process.pid, own))
+        return process
+
+    def accept(self, timeout: float) -> Arrival | None:
+        return self._arrivals.pop(0) if self._arrivals else None
 
     def close(self) -> None:
-        """There is nothing else."""
+        for arrival in self._arrivals:  # not taken any more
+            arrival.connection.close()
+        self._arrivals = []

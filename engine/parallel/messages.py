@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, and they it, over a Unix socket that only this user's processes can reach.
+"""What rank 0 tells the other ranks, and they it, over a Unix socket with a process of this user at either end.
 
 rank 0 ── Load ──► rank        the rank loads its part of the model
 rank 0 ◄─ Loaded | Failed ──   and says so, or why it can't
@@ -36,7 +36,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The rank has its part of the model."""
+    """The rank has its part of the model, cut out of the weights of this digest."""
+
+    weights_digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,10 @@ def encode(message: object) -> bytes:
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
+def decode(data: bytes) -> Any:
+    return pickle.loads(data)
+
+
 def send(connection: "Connection[Any, Any]", message: object) -> None:
     """Raises OSError if nobody listens any more."""
     connection.send_bytes(encode(message))
@@ -142,4 +148,4 @@ def send(connection: "Connection[Any, Any]", message: object) -> None:
 
 def receive(connection: "Connection[Any, Any]") -> Any:
     """The next message. Raises EOFError or OSError when the other side has ended."""
-    return pickle.loads(connection.recv_bytes())
+    return decode(connection.recv_bytes())

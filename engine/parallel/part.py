@@ -19,7 +19,8 @@ from pagewire.config import EngineOptions
 class Part:
     """Of one rank but the first."""
 
-    def __init__(self, model: Decoder, shard: Shard) -> None:
+    def __init__(self, model: Decoder, shard: Shard, weights_digest: bytes) -> None:
+        self.weights_digest = weights_digest
         self._model = model
         self._shard = shard
         self._heads: KvHeads | None = None
@@ -32,10 +33,10 @@ class Part:
         set_cpu_threads(load.threads)
         quantization = None if options.quantization == "none" else options.quantization
         kernels = load_kernel_set(options.kernels, load.threads, quantization, options.device)
-        model = load_part(options, kernels, rank)
-        if model.config.shard is None:
+        part = load_part(options, kernels, rank)
+        if part.model.config.shard is None:
             raise ValueError("a rank needs a shard")
-        return cls(model, model.config.shard)
+        return cls(part.model, part.model.config.shard, part.digest)
 
     def join(self, join: Join, pool: int) -> None:
         """Maps the pool behind the descriptor and finds the other ranks."""

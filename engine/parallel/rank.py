@@ -1,7 +1,8 @@
 """One of the ranks but the first: a process that computes its part of every step. `python -m engine.parallel.rank`.
 
-It is told where rank 0 listens through its environment, and everything else by rank 0. It lives as long as its
-connection: a thread reads it, so that the process also ends when it waits in the middle of a step.
+It inherits its connection to rank 0 (its environment says which descriptor that is) and is told everything else there.
+It lives as long as its connection: a thread reads it, so that the process also ends when it waits in the middle of a
+step.
 """
 
 import logging
@@ -14,30 +15,31 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.errors import EngineError
-from engine.parallel.messages import Failed, Forward, Join, Load, Loaded, Logits, Stop, receive, send
+from engine.parallel.messages import Failed, Forward, Join, Load, Loaded, Logits, Stop, decode, send
 
-ADDRESS = "PAGEWIRE_RANK_ADDRESS"
-TOKEN_BYTES = 32
+INHERITED = "PAGEWIRE_RANK_SOCKET"
+"""In a rank's environment: `descriptor:rank`."""
 
 logger = logging.getLogger(__name__)
 
 
-def run_rank(address: str, token: bytes, rank: int) -> None:
-    """Serves rank 0, which listens at the abstract Unix socket `address`, until it says stop.
+def run_rank(to_rank_0: socket.socket, rank: int) -> None:
+    """Serves rank 0 until it says stop. If rank 0 ends otherwise, so does this process.
 
-    If rank 0 ends otherwise, so does this process.
+    What comes from there is unpickled: the caller knows that it is a process of this user.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connecting:
-        connecting.connect("\0" + address)
-        connecting.sendall(token + rank.to_bytes(4, "little") + os.getpid().to_bytes(4, "little"))
-        connection: Connection[Any, Any] = Connection(connecting.detach())
+    connection: Connection[Any, Any] = Connection(to_rank_0.detach())
     try:
         _serve(connection, rank)
     except EngineError as error:
         _give_up(connection, Failed(str(error), is_expected=True))
     except Exception as error:
         logger.exception("rank %d can't go on", rank)
-        _give_up(connection, Failed(f"{error!r}\n{traceback.format_exc()}", is_expected=False))
+        _give_up(connection, _unexpected(error))
+
+
+def _unexpected(error: Exception) -> Failed:
+    return Failed(f"{error!r}\n{traceback.format_exc()}", is_expected=False)
 
 
 def _give_up(connection: "Connection[Any, Any]", failed: Failed) -> None:
@@ -55,7 +57,7 @@ def _serve(connection: "Connection[Any, Any]", rank: int) -> None:
     load: Load = messages.get()
     _set_up_log(rank, load.log_level)
     part = Part.load(load, rank)
-    send(connection, Loaded())
+    send(connection, Loaded(part.weights_digest))
     part.join(*messages.get())
     while True:
         message = messages.get()
@@ -70,15 +72,22 @@ def _serve(connection: "Connection[Any, Any]", rank: int) -> None:
 
 
 def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]") -> None:
-    """Joining comes with the descriptor that is sent beside it."""
+    """Joining comes with the descriptor that is sent beside it. A message that can't be read ends the process too:
+    without this thread it would wait for the next one for ever.
+    """
     try:
         while True:
-            message = receive(connection)
+            try:
+                data = connection.recv_bytes()
+            except (EOFError, OSError):
+                os._exit(0)  # rank 0 has ended
+            message = decode(data)
             messages.put((message, _receive_descriptor(connection)) if isinstance(message, Join) else message)
             if isinstance(message, Stop):
                 return
-    except (EOFError, OSError):
-        os._exit(0)  # rank 0 has ended
+    except Exception as error:
+        logger.exception("a message of rank 0 can't be read")
+        _give_up(connection, _unexpected(error))
 
 
 def _receive_descriptor(connection: "Connection[Any, Any]") -> int:
@@ -94,8 +103,8 @@ def _set_up_log(rank: int, level: int) -> None:
 
 
 def main() -> None:
-    address, token, rank = os.environ.pop(ADDRESS).split(":")
-    run_rank(address, bytes.fromhex(token), int(rank))
+    descriptor, rank = map(int, os.environ.pop(INHERITED).split(":"))
+    run_rank(socket.socket(fileno=descriptor), rank)
     os._exit(0)  # the interpreter would look through all of torch once more before it ends
 
 

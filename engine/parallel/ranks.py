@@ -1,15 +1,13 @@
 """The other ranks as rank 0 sees them: started, connected, told what to do, watched, taken down."""
 
 import logging
-import os
-import secrets
 import socket
 import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,65 +20,89 @@ from engine.parallel.heads import KvHeads
 from engine.parallel.launch import Launcher, RankProcess
 from engine.parallel.messages import Failed, Join, Load, Loaded, Stop, encode, receive, send
 from engine.parallel.model import ParallelModel
-from engine.parallel.process_ranks import ProcessRanks
-from engine.parallel.rank import TOKEN_BYTES
+from engine.parallel.process_ranks import STEP_SECONDS, ProcessRanks
 from pagewire.config import EngineOptions
 
 START_SECONDS = 120.0
 """For a process to start and connect; loading is not counted."""
+LOAD_SECONDS = 600.0
+"""For ranks to load what is left to load when rank 0 has its own part, which is no smaller than theirs."""
 _POLL_SECONDS = 0.2
 _END_SECONDS = 2.0
-_CREDENTIALS = struct.Struct("3i")
+_TIMEVAL = struct.Struct("ll")
 
 logger = logging.getLogger(__name__)
 
 
 class Ranks:
-    """Ranks 1 … size - 1. They load their parts while rank 0 loads its own, until `join`.
-
-    `on_death` is called once, on a thread of its own, when one ends by itself.
-    """
+    """Ranks 1 … size - 1. They load their parts while rank 0 loads its own: then `wait_loaded` and `join`."""
 
     def __init__(self, options: EngineOptions, launcher: Launcher, threads: int) -> None:
-        self.on_death: Callable[[BaseException], None] = lambda error: None
         self._launcher = launcher
         self._size = options.tensor_parallel_size
         self._load = Load(options.model_dump(), threads, logging.getLogger().getEffectiveLevel())
-        self._token = secrets.token_bytes(TOKEN_BYTES)
         self._processes: dict[int, RankProcess] = {}
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._pids: dict[int, int] = {}
+        self._digests: dict[int, bytes] = {}
         self._has_joined = False
+        self._lock = threading.Lock()
+        """Over `_is_closing` with what is begun unless it is set, and over `_death` with `_on_death`."""
         self._is_closing = False
         self._death: EngineDied | None = None
+        self._on_death: Callable[[BaseException], None] = lambda error: None
         self._died = threading.Event()
         self._start_error: Exception | None = None
         self._threads: list[threading.Thread] = []
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            address = f"pagewire-ranks-{os.getpid()}-{secrets.token_hex(8)}"
-            self._listener.bind("\0" + address)
-            self._listener.listen()
             for rank in range(1, self._size):
-                self._processes[rank] = launcher.start(rank, address, self._token)
+                self._processes[rank] = launcher.start(rank)
             self._run("ranks-start", self._start)
         except BaseException:
             self.close()
             raise
 
-    def join(self, model: Model, memory: KvMemory, vocab_size: int) -> ParallelModel:
-        """The whole model, once all have loaded. Raises ModelError if a rank can't."""
-        self._threads[0].join()
+    @property
+    def on_death(self) -> Callable[[BaseException], None]:
+        """Is called once when a rank ends by itself: on a thread of its own, or at once if one has ended already."""
+        return self._on_death
+
+    @on_death.setter
+    def on_death(self, on_death: Callable[[BaseException], None]) -> None:
+        with self._lock:
+            self._on_death = on_death
+            death = self._death
+        if death is not None:
+            on_death(death)
+
+    def wait_loaded(self, digest: bytes) -> None:
+        """Until all have loaded. Raises ModelError if one can't, or has read other weights than those of `digest`.
+
+        Raises EngineDied if one dies, or is not done LOAD_SECONDS from now, when rank 0 is.
+        """
+        starting = self._threads[0]
+        starting.join(LOAD_SECONDS)
+        if starting.is_alive():
+            late = sorted(self._processes.keys() - self._digests.keys())
+            raise EngineDied(f"ranks {late} have not loaded their parts {LOAD_SECONDS:g} s after rank 0")
         if self._start_error is not None:
             raise self._start_error
+        for rank, found in sorted(self._digests.items()):
+            if found != digest:
+                raise ModelError(
+                    f"{self._load.options['model']}: rank {rank} has read other weights (SHA-256 {found.hex()[:16]}…) "
+                    f"than rank 0 ({digest.hex()[:16]}…): the files were changed while they were loaded"
+                )
+
+    def join(self, model: Model, memory: KvMemory, vocab_size: int) -> ParallelModel:
+        """The whole model, once all have loaded. Raises EngineDied if one dies."""
         if memory.fd is None or not isinstance(model, Decoder) or model.config.shard is None:
             raise ValueError("ranks share a model's shards and a pool in a memfd")
         with tempfile.TemporaryDirectory(prefix="pagewire-ranks-") as directory:
             meeting = Path(directory) / "meeting"
-            for connection in self._connections.values():
-                send(connection, Join(memory.num_blocks, memory.layout, memory.groups, str(meeting)))
-                with socket.socket(fileno=os.dup(connection.fileno())) as own:
-                    socket.send_fds(own, [b"\0"], [memory.fd])
+            message = Join(memory.num_blocks, memory.layout, memory.groups, str(meeting))
+            for rank, connection in self._connections.items():
+                self._invite(rank, connection, message, memory.fd)
             self._has_joined = True
             self._run("ranks-watch", self._watch)
             try:
@@ -93,44 +115,82 @@ class Ranks:
         heads = KvHeads(memory.blocks, memory.layout, memory.groups, model.config.shard.kv_heads)
         return ParallelModel(model, heads, vocab_size, group, self)
 
+    def _invite(self, rank: int, connection: "Connection[Any, Any]", message: Join, pool: int) -> None:
+        try:
+            send(connection, message)
+            with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own:
+                socket.send_fds(own, [b"\0"], [pool])
+        except OSError:
+            raise EngineDied(self._why(rank)) from None
+
     def tell(self, message: object) -> None:
-        """Sends it to each. Raises EngineDied."""
+        """Sends it to each. Raises EngineDied, also if one reads nothing for STEP_SECONDS."""
         if self._death is not None:
             raise self._death
         data = encode(message)
-        try:
-            for connection in self._connections.values():
+        for rank, connection in self._connections.items():
+            try:
                 connection.send_bytes(data)
-        except OSError as error:
-            raise self.lost(error) from error
+            except BlockingIOError:
+                raise self.lost(TimeoutError(f"rank {rank} has read nothing for {STEP_SECONDS:g} s")) from None
+            except OSError as error:
+                raise self.lost(error) from error
 
     def lost(self, error: Exception) -> EngineDied:
         """The rank that has ended, or `error` itself if none has."""
-        self._died.wait(_END_SECONDS)
-        if self._death is None:
-            self._death = EngineDied(f"a step over {self._size} ranks has failed: {type(error).__name__}: {error}")
-        return self._death
+        if not self._is_closing:
+            self._died.wait(_END_SECONDS)
+        return self._die(f"a step over {self._size} ranks has failed: {type(error).__name__}: {error}")[0]
+
+    def _die(self, reason: str) -> tuple[EngineDied, Callable[[BaseException], None] | None]:
+        """The death that was first, and whom to tell of it if it is this one."""
+        with self._lock:
+            if self._death is not None:
+                return self._death, None
+            self._death = EngineDied(reason)
+            return self._death, self._on_death
+
+    def kill(self) -> None:
+        """Ends a step that waits for a rank that hangs: it raises EngineDied. From any thread; then `close`."""
+        with self._lock:
+            self._is_closing = True
+        logger.error("a step over %d ranks does not end; they are killed", self._size)
+        for process in list(self._processes.values()):
+            process.kill()
 
     def close(self) -> None:
         """Ends all of them. Idempotent."""
-        self._is_closing = True
-        self._listener.close()
-        if self._has_joined:
-            with suppress(EngineDied):
-                self.tell(Stop())
+        with self._lock:
+            self._is_closing = True
+            connections = dict(self._connections)
+        with ExitStack() as closing:  # from the last on, each whatever happens to the others
+            closing.callback(self._launcher.close)
+            closing.callback(self._disconnect)
+            for process in self._processes.values():
+                closing.callback(process.kill)
+            if self._has_joined and self._death is None:
+                self._stop(connections)
+
+    def _stop(self, connections: "Mapping[int, Connection[Any, Any]]") -> None:
+        """Those that still read end by themselves, within _END_SECONDS in all."""
+        for connection in connections.values():
+            with suppress(OSError):
+                _limit_sending(connection, _END_SECONDS / self._size)
+                send(connection, Stop())
+        deadline = time.monotonic() + _END_SECONDS
         for process in self._processes.values():
-            if self._has_joined:
-                process.how_it_ended(_END_SECONDS)
-            process.kill()
-        for connection in self._connections.values():  # a killed actor's process may go later
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
+            process.how_it_ended(max(0.0, deadline - time.monotonic()))
+
+    def _disconnect(self) -> None:
+        """Ends the threads. No connection is added any more."""
+        for connection in list(self._connections.values()):  # a killed actor's process may go later
+            with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own:
                 own.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join()
         for connection in self._connections.values():
             connection.close()
-        self._connections = {}
-        self._launcher.close()
+        self._connections, self._processes = {}, {}
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name=name, daemon=True)
@@ -140,16 +200,17 @@ class Ranks:
     def _start(self) -> None:
         try:
             self._accept()
-            for connection in self._connections.values():
-                send(connection, self._load)
             for rank, connection in self._connections.items():
-                self._await_loaded(rank, connection)
+                try:
+                    send(connection, self._load)
+                except OSError:
+                    raise EngineDied(self._why(rank)) from None
+            self._await_loaded()
         except Exception as error:
             self._start_error = error
 
     def _accept(self) -> None:
         deadline = time.monotonic() + START_SECONDS
-        self._listener.settimeout(_POLL_SECONDS)
         while len(self._connections) < self._size - 1:
             for rank, process in self._processes.items():
                 if rank not in self._connections and (ended := process.how_it_ended(0.0)) is not None:
@@ -157,50 +218,67 @@ class Ranks:
             if time.monotonic() > deadline:
                 late = sorted(self._processes.keys() - self._connections.keys())
                 raise EngineDied(f"ranks {late} did not start within {START_SECONDS:g} s")
-            with suppress(TimeoutError):
-                self._welcome(self._listener.accept()[0])
+            arrival = self._launcher.accept(_POLL_SECONDS)
+            with self._lock:
+                if self._is_closing:
+                    if arrival is not None:
+                        arrival.connection.close()
+                    raise EngineDied("the ranks are closed")
+                if arrival is not None:
+                    connection: Connection[Any, Any] = Connection(arrival.connection.detach())
+                    _limit_sending(connection, STEP_SECONDS)
+                    self._pids[arrival.rank] = arrival.pid
+                    self._connections[arrival.rank] = connection
 
-    def _welcome(self, peer: socket.socket) -> None:
-        """A process of this user that knows the token is the rank it says."""
-        with peer:
-            peer.settimeout(START_SECONDS)
-            uid = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
-            hello = peer.recv(TOKEN_BYTES + 8, socket.MSG_WAITALL)
-            if uid != os.getuid() or not secrets.compare_digest(hello[:TOKEN_BYTES], self._token):
-                return
-            rank = int.from_bytes(hello[TOKEN_BYTES : TOKEN_BYTES + 4], "little")
-            self._pids[rank] = int.from_bytes(hello[TOKEN_BYTES + 4 :], "little")
-            peer.setblocking(True)
-            self._connections[rank] = Connection(peer.detach())
-
-    def _await_loaded(self, rank: int, connection: "Connection[Any, Any]") -> None:
-        try:
-            answer = receive(connection)
-        except (EOFError, OSError):
-            raise EngineDied(self._how_it_died(rank)) from None
-        if isinstance(answer, Failed):
-            raise (ModelError if answer.is_expected else EngineDied)(f"rank {rank}: {answer.reason}")
-        if not isinstance(answer, Loaded):
-            raise EngineDied(f"rank {rank} answered {type(answer).__name__}")
+    def _await_loaded(self) -> None:
+        waiting = {connection: rank for rank, connection in self._connections.items()}
+        while waiting:
+            for connection in wait(list(waiting)):
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    answer = receive(connection)
+                except (EOFError, OSError):
+                    raise EngineDied(self._how_it_died(rank)) from None
+                if isinstance(answer, Failed):
+                    raise (ModelError if answer.is_expected else EngineDied)(f"rank {rank}: {answer.reason}")
+                if not isinstance(answer, Loaded):
+                    raise EngineDied(f"rank {rank} answered {type(answer).__name__}")
+                self._digests[rank] = answer.weights_digest
 
     def _watch(self) -> None:
         ranks = {connection: rank for rank, connection in self._connections.items()}
         ready = wait(list(ranks))
         if self._is_closing:
             return
-        connection = next(each for each in ready if isinstance(each, Connection))
-        rank = ranks[connection]
-        try:
-            reason = f"rank {rank} has failed: {receive(connection).reason}"
-        except (EOFError, OSError):
-            reason = self._how_it_died(rank)
+        reason = self._why(next(ranks[each] for each in ready if isinstance(each, Connection)))
         if self._is_closing:
             return
-        self._death = EngineDied(reason)
+        death, on_death = self._die(reason)
         self._died.set()
         logger.critical("%s; a model on %d ranks can't go on without it", reason, self._size)
-        self.on_death(self._death)
+        if on_death is not None:
+            on_death(death)
+
+    def _why(self, rank: int) -> str:
+        """Its last words if it has said some, else how its process has ended."""
+        try:
+            while self._connections[rank].poll():
+                if isinstance(said := receive(self._connections[rank]), Failed):
+                    return f"rank {rank} has failed: {said.reason}"
+        except (EOFError, OSError):
+            pass
+        except Exception as error:
+            return f"rank {rank} has said what can't be read: {error!r}"
+        return self._how_it_died(rank)
 
     def _how_it_died(self, rank: int) -> str:
         ended = self._processes[rank].how_it_ended(_END_SECONDS) or "its connection closed"
         return f"rank {rank} (process {self._pids[rank]}) has died: {ended}"
+
+
+def _limit_sending(connection: "Connection[Any, Any]", seconds: float) -> None:
+    """A send that gets nothing away for so long raises BlockingIOError."""
+    limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -51,9 +51,10 @@ class Zygote:
         """`pagewire ARGUMENTS` with stdout in `out` and stderr added to `log`."""
         return Child(self, self._ask({"start": arguments, "out": str(out), "log": str(log)}))
 
-    def start_rank(self, address: str, out: Path, log: Path) -> "Child":
-        """`python -m engine.parallel.rank` with that address in its environment."""
-        return Child(self, self._ask({"start": [], "rank": address, "out": str(out), "log": str(log)}))
+    def start_rank(self, rank: int, address: str, token: bytes, out: Path, log: Path) -> "Child":
+        """What `python -m engine.parallel.rank` does, over a socket with a name."""
+        where = {"rank": rank, "address": address, "token": token.hex()}
+        return Child(self, self._ask({"start": [], "rank": where, "out": str(out), "log": str(log)}))
 
     def exit_code(self, pid: int) -> int | None:
         """None while it runs; negative for a signal, as in subprocess."""
@@ -128,19 +129,19 @@ def _serve() -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _become(start: list[str], out: str, log: str, rank: str = "") -> None:
+def _become(start: list[str], out: str, log: str, rank: dict[str, Any] | None = None) -> None:
     """In the child: never returns."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.closerange(3, 64)
     random.seed()
-    if rank:
-        from engine.parallel.rank import ADDRESS
-        from engine.parallel.rank import main as run
+    if rank is not None:
+        from engine.parallel.named_socket import connect_rank
+        from engine.parallel.rank import run_rank
 
-        os.environ[ADDRESS] = rank
-        run()
+        run_rank(connect_rank(rank["address"], bytes.fromhex(rank["token"]), rank["rank"]), rank["rank"])
+        os._exit(0)
     sys.argv = ["pagewire", *start]
     from pagewire.cli import main
 

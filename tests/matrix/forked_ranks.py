@@ -4,6 +4,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from engine.parallel.launch import Arrival
+from engine.parallel.named_socket import RankListener
 from tests.chaos.zygote import Child, Zygote
 
 
@@ -30,10 +32,15 @@ class ForkedRanks:
     def __init__(self, zygote: Zygote, log: Path) -> None:
         self._zygote = zygote
         self._log = log
+        self._listener = RankListener()
 
-    def start(self, rank: int, address: str, token: bytes) -> ForkedRank:
-        where = f"{address}:{token.hex()}:{rank}"
-        return ForkedRank(self._zygote.start_rank(where, self._log.with_suffix(".out"), self._log))
+    def start(self, rank: int) -> ForkedRank:
+        address, token = self._listener.address, self._listener.token
+        return ForkedRank(self._zygote.start_rank(rank, address, token, self._log.with_suffix(".out"), self._log))
+
+    def accept(self, timeout: float) -> Arrival | None:
+        return self._listener.accept(timeout)
 
     def close(self) -> None:
         """The zygote lives on."""
+        self._listener.close()

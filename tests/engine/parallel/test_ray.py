@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ def test_the_tokens_are_those_of_one_process_and_an_actor_that_dies_is_noticed(
 ) -> None:
     pytest.importorskip("ray", reason="Ray is not installed (extra pagewire[ray])")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     model = tiny_model("llama")
     alone = make_engine(model)
     expected = alone.generate(PROMPTS, GREEDY)
@@ -34,6 +36,14 @@ def test_the_tokens_are_those_of_one_process_and_an_actor_that_dies_is_noticed(
         assert engine._ranks is not None
         (pid,) = engine._ranks._pids.values()
         assert "ray::" in " ".join(psutil.Process(pid).cmdline())
+        listening = [
+            each.laddr.ip.removeprefix("::ffff:")
+            for process in psutil.Process().children(recursive=True)
+            for each in process.net_connections("inet")
+            if each.status == psutil.CONN_LISTEN
+        ]
+        assert set(listening) == {"127.0.0.1"}
+        assert os.environ["RAY_AUTH_MODE"] == "token"
         os.kill(pid, signal.SIGKILL)
         error = engine.death.exception(10)
         assert isinstance(error, EngineDied)
@@ -47,3 +57,19 @@ def test_without_ray_it_says_what_to_install(tiny_model: Tiny, monkeypatch: pyte
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ModelError, match=r"needs Ray, which is not installed .*pip install pagewire\[ray\]"):
         make_engine(tiny_model("llama"), tensor_parallel_size=2, distributed_executor_backend="ray")
+
+
+def test_a_cluster_of_its_own_without_authentication_is_refused(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    ray = SimpleNamespace(__version__="2.60.0", is_initialized=lambda: False, init=started.append)
+    monkeypatch.setitem(__import__("sys").modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ModelError, match="RAY_AUTH_MODE = disabled would let anybody"):
+        make_engine(tiny_model("llama"), tensor_parallel_size=2, distributed_executor_backend="ray")
+    ray.__version__ = "2.51.1"
+    with pytest.raises(ModelError, match=r"needs Ray 2\.60, .*; 2\.51\.1 is installed"):
+        make_engine(tiny_model("llama"), tensor_parallel_size=2, distributed_executor_backend="ray")
+    assert not started
