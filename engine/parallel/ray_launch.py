@@ -3,7 +3,7 @@
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -52,18 +52,16 @@ class RayActors:
     """
 
     def __init__(self, size: int) -> None:
-        # Ray takes no loopback address for a cluster where it supports several nodes; its processes inherit this.
-        with _environment({} if os.environ.get("RAY_ADDRESS") else {_SEVERAL_NODES: "0"}):
-            self._ray = _import_ray()
-            self._listener = RankListener()
-            self._has_started = not self._ray.is_initialized()
-            try:
-                if self._has_started:
-                    self._init(size)
-                self._node = self._find_node(size)
-            except BaseException:
-                self.close()
-                raise
+        self._ray = _import_ray()
+        self._listener = RankListener()
+        self._has_started = not self._ray.is_initialized()
+        try:
+            if self._has_started:
+                self._init(size)
+            self._node = self._find_node(size)
+        except BaseException:
+            self.close()
+            raise
 
     def _init(self, size: int) -> None:
         common: dict[str, Any] = {"namespace": "pagewire", "logging_level": logging.WARNING}
@@ -78,11 +76,12 @@ class RayActors:
         if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
             # Ray remembers it until this process ends. Its own would be a file that others may be able to read.
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        self._ray.init("local", num_cpus=size - 1, include_dashboard=False, _node_ip_address=_LOOPBACK, **common)
+        with _one_node():
+            self._ray.init("local", num_cpus=size - 1, include_dashboard=False, _node_ip_address=_LOOPBACK, **common)
         if (found := self._ray.util.get_node_ip_address()) != _LOOPBACK:
             raise ModelError(
-                f"distributed_executor_backend = ray: Ray has started a cluster at {found}, not at {_LOOPBACK}: it was "
-                f"imported before without {_SEVERAL_NODES}=0 in the environment"
+                f"distributed_executor_backend = ray: Ray has started a cluster that listens at {found}, where others "
+                f"can reach it, not at {_LOOPBACK}; start a cluster and name it in RAY_ADDRESS"
             )
         if os.environ.get(_MODE) != "token":
             raise ModelError("distributed_executor_backend = ray: Ray has started a cluster without authentication")
@@ -130,18 +129,21 @@ def _import_ray() -> Any:
 
 
 @contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    """With these variables as well."""
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
+def _one_node() -> Iterator[None]:
+    """Ray takes no loopback address where a cluster may have several nodes. What it starts inherits the variable, which
+    this process has read on import.
+    """
+    from ray._private import ray_constants
+
+    before = os.environ.get(_SEVERAL_NODES), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[_SEVERAL_NODES], ray_constants.ENABLE_RAY_CLUSTER = "0", False
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        del os.environ[_SEVERAL_NODES]
+        variable, ray_constants.ENABLE_RAY_CLUSTER = before
+        if variable is not None:
+            os.environ[_SEVERAL_NODES] = variable
 
 
 class _Rank:
