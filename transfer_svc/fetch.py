@@ -108,6 +108,8 @@ class PrefixFetcher:
         self._spawn = spawn
         self._flights: dict[bytes, asyncio.Event] = {}  # by the key of the first block that is being fetched
         self._avoided: dict[tuple[str, int], float] = {}  # until when
+        if settings.mode != "off" and self._cache.enable_caching and not self._keeps_what_comes:
+            logger.warning("nothing is fetched from other workers: every layer of the model has a sliding window")
 
     def observe_step(self, step: StepOutput) -> None:
         """Learns what computing costs, and counts what tiers brought."""
@@ -181,7 +183,8 @@ class PrefixFetcher:
                 flight.set()
             if prefix.num_blocks < stop:
                 self.metrics.unfetched(reason, (stop - prefix.num_blocks) * size)
-            return (prefix.num_blocks - num_before) * size + prefix.num_loaded_tokens
+            # A pull may have cost some of what was here, if a sliding group's blocks were evicted for it.
+            return max(0, prefix.num_blocks - num_before) * size + prefix.num_loaded_tokens
         finally:
             prefix.release()
 
@@ -227,6 +230,7 @@ class PrefixFetcher:
             except _Failed as error:
                 failed = error
             failure = failed.reason
+            prefix.fall_back()
             self._note_failure(request_id, offer.source, failed, prefix.num_tokens)
             if failure == "pool":
                 return failure
