@@ -27,8 +27,9 @@ from engine.rates import Prior, Rate
 from engine.tiers.eviction import HALF_CONTEXT, SlowerTier, cost_of
 from engine.tiers.load_costs import LoadCosts
 from kvstore.block_pool import BlockPool
+from kvstore.eviction_order import CostOf
 from kvstore.tier_block import Entry, TierBlock
-from kvstore.tier_book import CostOf, TierBook
+from kvstore.tier_book import TierBook
 
 COMPUTE = BLOCK / 20_000.0  # seconds for a block at the beginning of a prompt
 LOAD = {"host": 8 * 2**20 / 20e9, "disk": 8 * 2**20 / 6e9}  # seconds for a block of 128 KiB a token
@@ -64,7 +65,7 @@ class Worker:
         costs = LoadCosts(BLOCK, 1, Prior(0.0, 1 / LOAD["disk"]), Rate(BLOCK / COMPUTE, 1e9))
         slower = [SlowerTier(costs, self.tiers["disk"].holds)] if "disk" in self.tiers else []
         for name, book in self.tiers.items():
-            book.cost_of = _cost_of(policy, slower if name == "host" else [])
+            book.price(_cost_of(policy, slower if name == "host" else []))
         self.seconds = 0.0
         self.num_blocks = dict.fromkeys(("device", "host", "disk", "computed"), 0)
 

@@ -105,7 +105,9 @@ def _check_adopted(
         return
     shared = len(request.prompt_token_ids) + (len(branches[0][1]) if len(branches) == 1 else 0)
     if groups is not None and not groups.is_plain:
-        _check_adopted_groups(adopted, groups)
+        # As `Scheduler._adopt`: unless it forks at once, the last token is computed again.
+        forks_at_once = len(branches) > 1 and not request.prefill_only and all(output for _, output in branches)
+        _check_adopted_groups(adopted, groups, min(adopted.num_tokens, shared - (not forks_at_once)))
     num_blocks = adopted.first_block + len(adopted.block_ids)
     if not 0 <= adopted.num_tokens <= min(shared, num_blocks * config.block_size):
         raise RequestRefused(
@@ -117,11 +119,12 @@ def _check_adopted(
         )
 
 
-def _check_adopted_groups(adopted: AdoptedKv, groups: KvGroups) -> None:
+def _check_adopted_groups(adopted: AdoptedKv, groups: KvGroups, next_token: int) -> None:
+    """`next_token`: the position of the first that is computed here."""
     held = (HeldBlocks(adopted.first_block, adopted.block_ids), *adopted.others)
     if len(held) != len(groups):
         raise RequestRefused("adopted", f"has {len(held)} KV groups, the model {len(groups)}", value=len(held))
-    end, wanted = groups.num_blocks_for(adopted.num_tokens), groups.first_blocks(adopted.num_tokens)
+    end, wanted = groups.num_blocks_for(adopted.num_tokens), groups.first_blocks(next_token)
     for group, (blocks, first) in enumerate(zip(held, wanted, strict=True)):
         if blocks.first > first or blocks.end < end:
             raise RequestRefused(

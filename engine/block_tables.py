@@ -6,6 +6,7 @@ what lies outside the window of these and all later ones (`kvstore.kv_groups`).
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import zip_longest
 
 from engine.kv_cache import KvCache
@@ -48,32 +49,29 @@ class BlockTables:
         sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.loaded_tokens = ()
 
-    def renew(self, sequence: Sequence) -> None:
-        """What is cached of a sequence that has to wait counts as just used, so that it is evicted later."""
-        self.extend_keys(sequence)
-        keys = sequence.keys[: self.most_cached(sequence)]
-        for blocks in reversed(self._cache.match_groups(keys, sequence.token_ids)):
-            self._cache.release(blocks.block_ids)
-
-    def give_up(self, sequence: Sequence, num_releases: int, promised: int) -> None:
-        """Gives back what `match` has found and notes why; `num_releases` are those before the look-up."""
+    def give_up(self, sequence: Sequence, num_releases: int, num_restored: int, promised: int) -> None:
+        """Gives back what `match` has found and notes why; the numbers are the cache's before the look-up."""
         most, num_missing = self.most_cached(sequence), self.num_missing_on_the_way(sequence)
-        num_cached = len(sequence.block_table) if self._is_plain else self._cache.num_cached_keys(sequence.keys)
+        depth = len(sequence.block_table)
+        num_cached = depth if self._is_plain else self._cache.num_cached_keys(sequence.keys)
         next_key = sequence.keys[num_cached] if num_cached < most else None
-        sequence.attempt = Attempt(num_missing, next_key, num_releases + self.free(sequence), promised)
+        num_releases += self.free(sequence)
+        sequence.attempt = Attempt(num_missing, depth, next_key, num_releases, num_restored, promised)
 
     def is_hopeless(self, sequence: Sequence, promised: int) -> bool:
         """True if another look-up cannot get the sequence admitted: a long one costs milliseconds, each step.
 
-        The hit can grow only by its next block. With the same hit it takes more free blocks: at least as many as it
-        lacks and, if it lacked some last time, one that has become free since or is promised to fewer others.
+        The hit can grow only by its next block, and where groups slide also when others bring back a window. With the
+        same hit it takes more free blocks: at least as many as it lacks and, if it lacked some last time, one that has
+        become free since or is promised to fewer others.
         """
         last = sequence.attempt
         if last is None or (last.next_key is not None and self._cache.is_cached(last.next_key)):
             return False
-        if self._cache.num_releases == last.num_releases and promised >= last.promised:
-            return True
-        return last.num_missing + promised > self._cache.num_free
+        is_hopeless = (
+            self._cache.num_releases == last.num_releases and promised >= last.promised
+        ) or last.num_missing + promised > self._cache.num_free
+        return is_hopeless and not (self._slides and self._has_grown(sequence, last))
 
     def adopt(self, sequence: Sequence, adopted: AdoptedKv, most: int) -> None:
         """Starts the tables with blocks that a transfer has filled, to be used up to `most` tokens."""
@@ -207,6 +205,14 @@ class BlockTables:
         if not self._slides:
             return ()
         return self._groups.first_blocks(self._groups.restart(sequence.num_tokens))
+
+    def _has_grown(self, sequence: Sequence, last: Attempt) -> bool:
+        """Whether the hit is deeper now; asked only once after something was brought back."""
+        num_restored = self._cache.num_restored
+        if num_restored == last.num_restored:
+            return False
+        sequence.attempt = replace(last, num_restored=num_restored)
+        return self._cache.hit_depth(sequence.keys[: self.most_cached(sequence)]) > last.depth
 
     def most_cached(self, sequence: Sequence) -> int:
         """Blocks that may come from the cache or a tier."""

@@ -26,7 +26,7 @@ from engine.tiers.kv_tiers import KvTiers
 from engine.transformers_config import ServedConfig
 from kvstore.block_pool import BlockPool
 from kvstore.hashing import root_key
-from kvstore.kv_groups import KvGroups, plan_groups
+from kvstore.kv_groups import KvGroups, plan_groups, sliding_windows
 from pagewire.config import EngineOptions
 from pagewire.speculative import SpeculativeConfig
 
@@ -144,13 +144,18 @@ def quantization_name(options: EngineOptions, config: ServedConfig) -> str:
 
 
 def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: bool) -> KvGroups:
-    """The KV groups of the model's layers; one, with a log line, where something cannot do with several."""
+    """The KV groups of the model's layers; one, with a log line, where something cannot do with several.
+
+    Not by what the pool holds: workers with pools of different sizes exchange KV, so they need the same groups.
+    """
+    longest = min(config.max_position, options.max_model_len or config.max_position)
+    windows = sliding_windows(config.layer_windows, longest)
     reason = next(
         (
             name
             for name, is_there in {
                 "disable_hybrid_kv_cache_manager": options.disable_hybrid_kv_cache_manager,
-                "the draft model's KV has their blocks too": has_draft and None not in config.layer_windows,
+                "the draft model's KV has their blocks too": has_draft and None not in windows,
                 "kv_offloading_size": options.kv_offloading_size is not None,
                 "kv_disk_path": options.kv_disk_path is not None,
                 "kv_store_url": options.kv_store_url is not None,
@@ -161,12 +166,12 @@ def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: boo
     )
     plan = partial(
         plan_groups,
-        config.layer_windows,
+        windows,
         block_size=options.block_size,
         max_chunk=options.max_num_batched_tokens,
     )
     groups = plan(one=reason is not None)
-    if reason is not None and any(config.layer_windows):
+    if reason is not None and any(windows):
         logger.warning("layers with a window keep the KV of the whole sequence: %s", reason)
     return groups
 

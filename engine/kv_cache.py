@@ -54,6 +54,9 @@ class KvCache:
         self._pool = pool
         self._lock = threading.Lock()
         self._journal = KvJournal(first_seq=1 + secrets.randbits(48))
+        self.num_restored = 0
+        """How often a block of a chain that group 0 had was brought back since the start. Only then hits grow where
+        groups slide, other than by the next block of group 0."""
         self._num_query_tokens = 0
         self._num_hit_tokens = 0
         self._followers: list[Callable[[bytes, bool], None]] = []
@@ -66,6 +69,10 @@ class KvCache:
     def free_capacity(self) -> int:
         """What is free, in the units of `capacity`."""
         return self.num_free if self.groups.is_plain else self.num_free * self.capacity // self.num_blocks
+
+    def share_of_capacity(self, num_blocks: int) -> int:
+        """What so many blocks of the pool take, in the units of `capacity`: 0 only if there are none."""
+        return num_blocks if self.groups.is_plain else -(-num_blocks * self.capacity // self.num_blocks)
 
     @property
     def enable_caching(self) -> bool:
@@ -251,6 +258,8 @@ class KvCache:
             is_new = group == 0 and not was_cached and self._pool.is_cached(key)
             if is_new:
                 self._journal.note(Block(key, parent, token_ids, cache_salt, adapter))
+            elif group == 0 or is_received:  # computing commits in all groups, a transfer what it has brought
+                self.num_restored += 1
         if is_new:
             for follower in self._followers:
                 follower(key, is_received)

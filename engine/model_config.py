@@ -20,6 +20,7 @@ from engine.rope import RopeConfig
 Activation = Literal["silu", "gelu_tanh"]
 
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+MAX_HEAD_DIM = 1024
 _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
@@ -193,6 +194,7 @@ def _describe(
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     if num_heads % num_kv_heads or head_dim % 2:
         raise ValueError(f"{num_heads} heads over {num_kv_heads} kv heads of size {head_dim} can't be laid out")
+    check_head_dim(head_dim)
     activation = str(text.hidden_activation if gemma else text.hidden_act)
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
@@ -245,6 +247,12 @@ def _quantization(hf: Any) -> StoredFormat | None:
     """AutoConfig keeps the field as the file has it."""
     stored = getattr(hf, "quantization_config", None)
     return None if stored is None else parse_quantization(stored)
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raises ValueError above what the native kernels keep of a head on their stack."""
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}; it must be at most {MAX_HEAD_DIM}")
 
 
 def positive(text: Any, name: str) -> int:

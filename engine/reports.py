@@ -28,13 +28,15 @@ def report_tokens(
     return going_on
 
 
-def report_prefill(sequence: Sequence, output: StepOutput, wanted_from: tuple[int, ...] = ()) -> bool:
+def report_prefill(
+    sequence: Sequence, output: StepOutput, num_new_tokens: int, wanted_from: tuple[int, ...] = ()
+) -> bool:
     """Reports a `prefill_only` sequence's progress and, True, its end: the references on its blocks go to HeldKv."""
     request_id, num_computed, num_cached = sequence.request_id, sequence.num_computed_tokens, sequence.num_cached_tokens
     (first, block_ids), *others = held_by_group(sequence)
     keys, more = tuple(sequence.keys), tuple(HeldBlocks(*each) for each in others)
     output.progress.append(
-        PrefillProgress(request_id, num_computed, num_cached, block_ids, keys, first, more, wanted_from)
+        PrefillProgress(request_id, num_computed, num_cached, block_ids, keys, first, more, wanted_from, num_new_tokens)
     )
     if sequence.num_remaining_tokens:
         return False

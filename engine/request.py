@@ -138,7 +138,8 @@ class PrefillProgress:
 
     `block_ids` is the block table of KV group 0 from block number `first_block` on, `others` are the other groups'.
     Full blocks below `num_computed_tokens` are committed and immutable. Whoever takes the sequence over needs those
-    from number `wanted_from` on (by group; empty: all).
+    from number `wanted_from` on (by group; empty: all). The step has computed the latest
+    `num_new_tokens`.
     """
 
     request_id: str
@@ -149,6 +150,7 @@ class PrefillProgress:
     first_block: int = 0
     others: tuple[HeldBlocks, ...] = ()
     wanted_from: tuple[int, ...] = ()
+    num_new_tokens: int = 0
 
     @property
     def groups(self) -> tuple[HeldBlocks, ...]:

@@ -69,8 +69,11 @@ def sample_row(raw: Row, row: SampleRow) -> SampledToken:
         return SampledToken(-1, error=f"the model's logits at position {row.position} are not finite")
     logits = adjust(raw, row)
     if logits is not raw:
-        likeliest_id = int(logits.argmax())
+        unbound_id, likeliest_id = likeliest_id, int(logits.argmax())
         if not np.isfinite(logits[likeliest_id]):
+            if row.params.drawable_logprobs:
+                # A beam that ends here; others may go on. The list says so, the token means nothing.
+                return SampledToken(unbound_id, replace(token_logprobs(raw, unbound_id, 0), top=()))
             message = f"no token with a finite logit is left to draw at position {row.position}"
             return SampledToken(-1, error=message, field=_blamed(row))
     if row.params.temperature < GREEDY_TEMPERATURE:

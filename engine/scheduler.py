@@ -118,8 +118,6 @@ class Scheduler:
         sequences = starting_sequences(request, self._num_arrivals)
         if request.adopted is not None:
             sequences = self._adopt(sequences, request.adopted)
-        elif self._queues.requests:
-            self._tables.renew(sequences[0])  # sent here for what is cached: that is to be here when its turn comes
         cost = num_tokens_of_work(request, self.config.max_model_len)
         self._queues.add(request, sequences, cost)
 
@@ -257,7 +255,8 @@ class Scheduler:
 
         False if blocks do not suffice for all its tokens, or a tier brings some of them first.
         """
-        holds_blocks, num_releases = bool(sequence.block_table), self._cache.num_releases
+        holds_blocks = bool(sequence.block_table)
+        num_releases, num_restored = self._cache.num_releases, self._cache.num_restored
         if not holds_blocks:
             if self._tables.is_hopeless(sequence, promised):
                 return False
@@ -268,7 +267,7 @@ class Scheduler:
         if fits and sequence.prefill_only:
             fits = self._tables.reserve(sequence)
         if not fits and not holds_blocks:
-            self._tables.give_up(sequence, num_releases, promised)
+            self._tables.give_up(sequence, num_releases, num_restored, promised)
         return fits
 
     def _report_cached(self, sequence: Sequence, step: _Step) -> None:
@@ -369,7 +368,7 @@ class Scheduler:
             return
         going_on = report_tokens(sequence, tokens, self.config, output)
         if sequence.prefill_only:
-            if report_prefill(sequence, output, self._tables.wanted_from(sequence)):
+            if report_prefill(sequence, output, item.num_new_tokens, self._tables.wanted_from(sequence)):
                 self._end(sequence)
         elif sequence.branches and not sequence.num_remaining_tokens:
             self._replace_by_branches(sequence, going_on)

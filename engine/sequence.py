@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 class Attempt:
     """A look-up that could not be used for lack of free blocks, and what stood in its way: `num_missing` of them.
 
-    `next_key` would make the hit longer (None: nothing would); `num_releases` and `promised` are as they were then.
+    The hit had `depth` blocks; `next_key` would make it longer (None: nothing would). `num_releases`, `num_restored`
+    and `promised` are as they were then.
     """
 
     num_missing: int
+    depth: int
     next_key: bytes | None
     num_releases: int
+    num_restored: int
     promised: int
 
 

@@ -11,6 +11,7 @@ from engine.model_config import (
     ARCHITECTURES,
     ModelConfig,
     ModelError,
+    check_head_dim,
     compute_dtype,
     first_id,
     load_model_config,
@@ -129,6 +130,7 @@ def _describe(directory: Path, hf: Any, dtype: str, max_model_len: int | None) -
     head_dim = getattr(hf, "head_dim", None) or hidden_size // num_heads
     if not isinstance(num_kv_heads, int) or not isinstance(head_dim, int) or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} heads over {num_kv_heads} kv heads of size {head_dim} can't be laid out")
+    check_head_dim(head_dim)
     max_position = positive(hf, "max_position_embeddings")
     _check_rope(hf, max_position if max_model_len is None else max_model_len)
     everything = {key: value for key, value in hf.to_dict().items() if key not in _UNRELATED}

@@ -47,7 +47,8 @@ class PagedBatch:
         """Pack sequences; the last `query_lens[s]` of `kv_lens[s]` tokens are the ones computed in this step.
 
         `firsts[s]`: that many entries of table s stand for nothing, since its layers' window has left them behind. The
-        kernels read and hide whole splits, so what is there must be the sequence's own: its first block.
+        kernels read and hide whole splits, so what is there must be the sequence's own: its first block, which has no
+        row behind the sequence's end (`kvstore.kv_groups.plan_groups`).
         """
         cu_seqlens = [0]
         slots: list[int] = []

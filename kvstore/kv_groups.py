@@ -23,7 +23,7 @@ _LONG_SEQUENCE = 16  # windows
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers by number; their tokens see the `window` latest positions, their own included, or all (None)."""
+    """Layers by number; their tokens see the `window` latest positions at most, their own included, or all (None)."""
 
     layers: tuple[int, ...]
     window: int | None = None
@@ -149,8 +149,16 @@ class KvGroups:
         return max(num_blocks // len(self.groups), longest // self.block_size)
 
 
+def sliding_windows(windows: Sequence[int | None], longest: int) -> tuple[int | None, ...]:
+    """The windows of a model's layers, but None where no sequence, of `longest` tokens at most, outgrows them."""
+    return tuple(None if window is None or window >= longest else window for window in windows)
+
+
 def plan_groups(windows: Sequence[int | None], *, block_size: int, max_chunk: int, one: bool = False) -> KvGroups:
     """The groups of a model whose layers have these windows; `one`: a single group that keeps everything.
+
+    A window smaller than a block counts as a block. So the first block that a sequence holds of a group has no row
+    behind the sequence's end: the kernels read it in the place of those before it, and its values must be numbers.
 
     Layers of one kind are divided into groups of equal size, the last filled up with layers that nobody uses. Larger
     groups mean fewer tables, smaller ones less padding: the fewest groups whose padding is a small part of what a long
@@ -160,7 +168,7 @@ def plan_groups(windows: Sequence[int | None], *, block_size: int, max_chunk: in
         return KvGroups((KvGroup(tuple(range(len(windows)))),), block_size, max_chunk)
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+        kinds.setdefault(None if window is None else max(window, block_size), []).append(layer)
     by_kind = sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0] or 0))
     size = _group_size([(window, len(layers)) for window, layers in by_kind])
     groups = tuple(

@@ -26,7 +26,8 @@ class TierBlock:
 class Entry:
     """A block in a slot, number `depth` of its chain; callers read it and change it only through the book.
 
-    `checksum` counts once it is ready. `stamp`, `age` and `cost` say when it is evicted (`TierBook`).
+    `checksum` counts once it is ready. `stamp`, `age`, `cost` and `position` say when it is evicted
+    (`EvictionOrder`).
     """
 
     block: TierBlock
@@ -41,5 +42,5 @@ class Entry:
     num_uses: int = 0
     cost: float = 0.0
     is_gone: bool = False
-    in_heap: bool = False
+    position: int = -1
     children: set[bytes] = field(default_factory=set)

@@ -7,29 +7,21 @@ A block that is being written is never found. A block is stored only behind its 
 what a tier holds of a chain is prefix-closed. Whoever reads or writes a slot has it: a block that is forgotten
 meanwhile is not found any more, but its slot is reused only when the last reader is done.
 
-Which leaf goes is GreedyDual's choice (Young 1994; Cao and Irani 1997; all blocks are of one size): the one with the
-least value
-
-    value = age when it was last of use + what it costs to have it again      age = value of what was evicted last
-
-so a block that costs twice as much stays unused twice as long. Of equal values the least recently used goes; with one
-cost for all that is LRU. A leaf's cost is asked for when its turn comes, not when it is used: O(log n) an eviction.
+Which leaf goes `EvictionOrder` says: exactly those that may go are in it.
 """
 
-import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore.events import CacheEvent, EventKind, Tier, in_runs
+from kvstore.eviction_order import CostOf, EvictionOrder
+from kvstore.pin_times import PinTimes
 from kvstore.tier_block import Entry, TierBlock
-
-CostOf = Callable[[Entry], float]
-"""What it costs to have a block again; at least 0, in any one unit."""
 
 
 class TierBook:
     """`num_slots` slots, 0 … num_slots-1, of which `num_ready` have a block that can be read.
 
-    Pure: not thread-safe, no I/O; `now` is in seconds of any one clock. `cost_of` may be replaced.
+    Pure: not thread-safe, no I/O; `now` is in seconds of any one clock.
     """
 
     def __init__(self, num_slots: int, cost_of: CostOf = lambda entry: 1.0) -> None:
@@ -38,15 +30,12 @@ class TierBook:
         self.num_slots = num_slots
         self.num_evictions = 0
         self.num_ready = 0
-        self.cost_of = cost_of
         self._free = dict.fromkeys(range(num_slots - 1, -1, -1))
         self._entries: dict[bytes, Entry] = {}
         self._retired: list[int] = []
         self._leaving: dict[int, Entry] = {}  # forgotten, by slot; somebody still reads or writes there
-        self._heap: list[tuple[float, int, Entry]] = []  # (value, stamp, leaf), brought up to date when taken out
-        self._pins: list[tuple[float, int, Entry]] = []
-        self._clock = 0
-        self._age = 0.0
+        self._order = EvictionOrder(cost_of)
+        self._pins = PinTimes()
         self._events: list[tuple[EventKind, bytes]] = []
 
     @property
@@ -73,6 +62,10 @@ class TierBook:
         """Parents before children."""
         return [key for key, entry in self._entries.items() if entry.is_ready]
 
+    def price(self, cost_of: CostOf) -> None:
+        """What blocks cost from now on."""
+        self._order.price(cost_of)
+
     # --- storing, in two phases ---
 
     def begin_store(self, block: TierBlock, now: float) -> Entry | None:
@@ -82,11 +75,13 @@ class TierBook:
             return None
         if parent is not None:
             parent.children.add(block.key)  # so that it is no leaf while room is made
-        self._expire_pins(now)
+            self._note(parent)
+        for entry in self._pins.expire(now):
+            self._note(entry)
         if not self._free and not self._evict():
             if parent is not None:
                 parent.children.discard(block.key)
-                self._note_if_evictable(parent)
+                self._note(parent)
             return None
         depth = 0 if parent is None else parent.depth + 1
         entry = self._entries[block.key] = Entry(block, self._free.popitem()[0], depth)
@@ -101,7 +96,6 @@ class TierBook:
         entry.is_ready = True
         self.num_ready += 1
         self._touch(entry)
-        self._note_if_evictable(entry)
         self._events.append(("stored", entry.block.key))
         return True
 
@@ -127,6 +121,7 @@ class TierBook:
         entry = self._entries[block.key] = Entry(block, slot, 0 if parent is None else parent.depth + 1)
         if parent is not None:
             parent.children.add(block.key)
+            self._note(parent)
         return self.finish_store(entry, checksum)
 
     # --- reading ---
@@ -153,6 +148,7 @@ class TierBook:
         if entry is None or not entry.is_ready:
             return None
         entry.num_readers += 1
+        self._note(entry)
         return entry
 
     def release(self, entries: Iterable[Entry]) -> None:
@@ -164,7 +160,7 @@ class TierBook:
             if entry.is_gone:
                 self._leave(entry)
             else:
-                self._note_if_evictable(entry)
+                self._note(entry)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """They were of use elsewhere: they are evicted later."""
@@ -180,6 +176,7 @@ class TierBook:
         found = [] if root is None else [root]
         for entry in found:  # grows while it is walked
             found += [self._entries[child] for child in entry.children]
+            entry.is_gone = True  # so none becomes a leaf on the way
         for entry in reversed(found):
             self._remove(entry)
             if entry.is_ready:
@@ -205,8 +202,9 @@ class TierBook:
             if entry is None or not entry.is_ready:
                 return num_pinned
             if until > entry.pinned_until:
-                entry.pinned_until = until
-                heapq.heappush(self._pins, (until, entry.slot, entry))
+                self._pins.add(entry, until)
+                self._pins.prune(len(self._entries))
+                self._note(entry)
         return len(keys)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
@@ -214,7 +212,7 @@ class TierBook:
         for key in keys:
             if (entry := self._entries.get(key)) is not None:
                 entry.pinned_until = 0.0
-                self._note_if_evictable(entry)
+                self._note(entry)
 
     def num_pinned(self, now: float) -> int:
         return sum(entry.pinned_until > now for entry in self._entries.values())
@@ -239,65 +237,54 @@ class TierBook:
                 _expect(parent is not None and parent.is_ready and key in parent.children, "a block has no parent")
                 _expect(parent is not None and entry.depth == parent.depth + 1, "a block has another number")
             _expect(all(child in self._entries for child in entry.children), "a block has a child that is gone")
-            _expect(entry.in_heap or not self._is_evictable(entry), "a block could never be evicted")
+            _expect((entry in self._order) == self._is_evictable(entry), "a leaf is missed, or another block listed")
         _expect(self.num_ready == sum(e.is_ready for e in self._entries.values()), "ready blocks are miscounted")
         _expect(all(e.is_gone and (e.num_readers or not e.is_ready) for e in self._leaving.values()), "a slot leaks")
+        _expect(len(self._order) == sum(map(self._is_evictable, self._entries.values())), "a forgotten block is listed")
+        self._pins.check_integrity(len(self._entries))
+        self._order.check_integrity()
 
     # --- the books ---
 
     def _touch(self, entry: Entry) -> None:
-        self._clock += 1
-        entry.stamp, entry.age, entry.cost = self._clock, self._age, 0.0
-        entry.num_uses += 1
+        self._order.use(entry)
+        self._note(entry)
 
     def _is_evictable(self, entry: Entry) -> bool:
         idle = entry.is_ready and not entry.num_readers and not entry.children
         return idle and not entry.is_gone and not entry.pinned_until
 
-    def _note_if_evictable(self, entry: Entry) -> None:
-        if self._is_evictable(entry) and not entry.in_heap:
-            entry.in_heap = True
-            heapq.heappush(self._heap, (entry.age + entry.cost, entry.stamp, entry))
-
-    def _expire_pins(self, now: float) -> None:
-        while self._pins and self._pins[0][0] <= now:
-            _, _, entry = heapq.heappop(self._pins)
-            if entry.pinned_until <= now:
-                entry.pinned_until = 0.0
-                self._note_if_evictable(entry)
+    def _note(self, entry: Entry) -> None:
+        """It was used, or has got or lost a reader, a child or a pin."""
+        if self._is_evictable(entry):
+            self._order.put(entry)
+        else:
+            self._order.remove(entry)
 
     def _evict(self) -> bool:
         """Makes one slot free, that of the leaf that is worth least."""
-        while self._heap:
-            _, stamp, entry = heapq.heappop(self._heap)
-            entry.in_heap = False
-            if not self._is_evictable(entry):
-                continue
-            cost = self.cost_of(entry)
-            if stamp != entry.stamp or cost > entry.cost:  # used since, or its turn comes for the first time
-                entry.cost = max(cost, entry.cost)
-                self._note_if_evictable(entry)
-                continue
-            self._age = max(self._age, entry.age + entry.cost)
-            parent = None if entry.block.parent is None else self._entries[entry.block.parent]
-            if parent is not None and parent.stamp < entry.stamp:  # whoever used the block has used its parent
-                parent.stamp, parent.age, parent.cost = entry.stamp, entry.age, 0.0
-            self._remove(entry)
-            self._leave(entry)
-            self.num_evictions += 1
-            return True
-        return False
+        entry = self._order.take()
+        if entry is None:
+            return False
+        if entry.block.parent is not None:
+            self._order.inherit(self._entries[entry.block.parent], entry)
+        self._remove(entry)
+        self._leave(entry)
+        self.num_evictions += 1
+        return True
 
     def _remove(self, entry: Entry) -> None:
         """It is not found any more; `_leave` follows."""
         block = entry.block
         del self._entries[block.key]
         entry.is_gone = True
+        self._note(entry)
         self._leaving[entry.slot] = entry
         parent = None if block.parent is None else self._entries.get(block.parent)
         if parent is not None:
             parent.children.discard(block.key)
-            self._note_if_evictable(parent)
+            self._note(parent)
+        self._pins.prune(len(self._entries))
         if entry.is_ready:
             self.num_ready -= 1
             self._events.append(("removed", block.key))

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from engine.request import StepOutput
+from engine.request import PrefillProgress, StepOutput
 from pagewire.tracing import Span, Tracer
 from pagewire.v1 import prefill_pb2
 from prefill_svc.manifests import ComputedBlocks
@@ -20,21 +20,17 @@ class _Parts:
     def __init__(self, span: Span) -> None:
         self._span = span
         self._queue: Span | None = span.child("queue")
-        self._num_computed = 0
 
     def begin(self, num_cached_tokens: int, at: int) -> None:
         """The first step with it has begun."""
         if self._queue is not None:
             self._queue.end(at=at, num_cached_tokens=num_cached_tokens)
             self._queue = None
-        self._num_computed = num_cached_tokens
 
-    def add_chunk(self, num_computed_tokens: int, started_at: int, ended_at: int) -> None:
+    def add_chunk(self, progress: PrefillProgress, started_at: int, ended_at: int) -> None:
         """A step has computed a part of it. After a preemption its tokens are computed again."""
-        num_tokens = num_computed_tokens - self._num_computed
         chunk = self._span.child("chunk", started_at=started_at)
-        chunk.end(at=ended_at, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
-        self._num_computed = num_computed_tokens
+        chunk.end(at=ended_at, num_tokens=progress.num_new_tokens, num_computed_tokens=progress.num_computed_tokens)
 
     def end(self, error: BaseException | None) -> None:
         if self._queue is not None:
@@ -63,7 +59,7 @@ class TracedPrefillWorker(PrefillWorker):
                 parts.begin(num_cached_tokens, started_at)
         for progress in step.progress:
             if (parts := self.parts.get(progress.request_id)) is not None:
-                parts.add_chunk(progress.num_computed_tokens, started_at, ended_at)
+                parts.add_chunk(progress, started_at, ended_at)
 
 
 class TracedPrefillServicer(PrefillServicer):

@@ -8,12 +8,14 @@ from dataclasses import replace
 from uuid import uuid4
 
 from pagewire.errors import InvalidArgument
+from pagewire.sampling import SamplingParams
 from pagewire.text.detokenizer import Detokenizer
 from pagewire.text.stop import StopMatcher
 from pagewire.text.tokenizer import Tokenizer
 from pagewire.wire import MAX_WORKER_LOGPROBS
 from router.beams import BeamState, BeamText, Finished, num_candidates
 from router.choice import ChoiceOutput
+from router.failure import in_the_clients_words
 from router.generation import Generation
 from router.request import BeamSearch, FinishReason, Logprobs, Piece, TextOptions, Token, WorkerCall
 
@@ -67,6 +69,10 @@ class BeamRun:
             await live(replace(self._call, request_id=uuid4().hex, sampling=sampling), generation)
             pieces = {piece.choice: piece for piece in await generation.take()}
             self._state.advance([pieces[number].logprobs[-1].top for number in range(sampling.n)])
+        if not self._state.finished:
+            field, value = _narrowest(given)
+            limit = f"leaves no beam a token to draw after {num_tokens - 1} tokens, and none has ended"
+            raise in_the_clients_words(InvalidArgument(f"request.params.{field}", value, limit))
 
     def pieces(self, num_choices: int) -> list[Piece]:
         """The best outputs, best first."""
@@ -120,3 +126,12 @@ class BeamRun:
 
     def _stop(self) -> StopMatcher:
         return StopMatcher(self._options.stop, include_in_output=self._options.include_stop_str_in_output)
+
+
+def _narrowest(sampling: SamplingParams) -> tuple[str, object]:
+    """The parameter that says what may be drawn, and its value."""
+    if sampling.structured_output is not None:
+        return f"structured_output.{sampling.structured_output.kind}", None
+    if sampling.allowed_token_ids:
+        return "allowed_token_ids", list(sampling.allowed_token_ids)
+    return "bad_words", None

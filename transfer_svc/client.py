@@ -124,15 +124,19 @@ class TransferClient:
         return Attached(response.epoch, response.lease_ms / 1000, response.num_tokens)
 
     async def attach_prefix(
-        self, keys: Sequence[bytes], token_ids: Sequence[int], first_block: int, timeout: float
+        self, keys: Sequence[bytes], token_ids: Sequence[int], first_block: int, timeout: float, *, always: bool = False
     ) -> AttachedPrefix:
-        """Asks for cached blocks from `first_block` on; `keys` and `token_ids` are those of the whole prefix."""
+        """Asks for cached blocks from `first_block` on; `keys` and `token_ids` are those of the whole prefix.
+
+        `always`: the sender loads them from its tiers whatever that costs.
+        """
         request = transfer_pb2.AttachPrefixRequest(
             worker_id=self._me.worker_id,
             incarnation=self._me.incarnation,
             keys=b"".join(keys),
             token_ids=token_ids,
             first_block=first_block,
+            always=always,
         )
         response: transfer_pb2.AttachPrefixResponse = await self._call(self._stub.AttachPrefix, request, timeout)
         return AttachedPrefix(response.ticket, response.epoch, response.lease_ms / 1000, response.num_blocks)

@@ -25,7 +25,7 @@ from pagewire.fetch_metrics import FetchMetrics
 from pagewire.metrics import WorkerMetrics
 from pagewire.worker_view import PrefixSource
 from transfer_svc.client import AttachedPrefix
-from transfer_svc.peers import Peer, PeerTable
+from transfer_svc.peers import RPC_TIMEOUT, Peer, PeerTable
 from transfer_svc.prefix import RingStarved, VerifiedPrefix, WrongTokens
 from transfer_svc.pull import pull_into
 from transfer_svc.rates import Rates
@@ -108,6 +108,8 @@ class PrefixFetcher:
         self._spawn = spawn
         self._flights: dict[bytes, asyncio.Event] = {}  # by the key of the first block that is being fetched
         self._avoided: dict[tuple[str, int], float] = {}  # until when
+        if settings.mode != "off" and self._cache.enable_caching and not self._keeps_what_comes:
+            logger.warning("nothing is fetched from other workers: every layer of the model has a sliding window")
 
     def observe_step(self, step: StepOutput) -> None:
         """Learns what computing costs, and counts what tiers brought."""
@@ -181,7 +183,8 @@ class PrefixFetcher:
                 flight.set()
             if prefix.num_blocks < stop:
                 self.metrics.unfetched(reason, (stop - prefix.num_blocks) * size)
-            return (prefix.num_blocks - num_before) * size + prefix.num_loaded_tokens
+            # A pull may have cost some of what was here, if a sliding group's blocks were evicted for it.
+            return max(0, prefix.num_blocks - num_before) * size + prefix.num_loaded_tokens
         finally:
             prefix.release()
 
@@ -219,7 +222,7 @@ class PrefixFetcher:
             num_arrivals = len(prefix.arrivals)
             try:
                 async with asyncio.timeout(offer.deadline):
-                    await self._transfer(prefix, tokens, offer)
+                    await self._transfer(prefix, tokens, offer, always)
                 continue
             except TimeoutError:
                 is_silent = len(prefix.arrivals) == num_arrivals
@@ -227,6 +230,7 @@ class PrefixFetcher:
             except _Failed as error:
                 failed = error
             failure = failed.reason
+            prefix.fall_back()
             self._note_failure(request_id, offer.source, failed, prefix.num_tokens)
             if failure == "pool":
                 return failure
@@ -262,11 +266,14 @@ class PrefixFetcher:
             elif not always and settings.mode == "auto" and fetch >= compute:
                 reasons.append("dearer")
             elif best is None or compute - fetch > best.saving:
-                deadline = max(settings.min_deadline, min(settings.slack * fetch, max(compute, fetch)))
+                longest = settings.slack * fetch
+                if not always and settings.mode == "auto":
+                    longest = min(longest, compute)
+                deadline = max(settings.min_deadline, longest)
                 best = _Offer(source, here + gain, compute - fetch, deadline, from_tier)
         return best, reasons[0] if reasons else ""
 
-    async def _transfer(self, prefix: VerifiedPrefix, tokens: Sequence[int], offer: _Offer) -> None:
+    async def _transfer(self, prefix: VerifiedPrefix, tokens: Sequence[int], offer: _Offer, always: bool) -> None:
         """Raises _Failed. What came is counted, and measured, whatever happens."""
         source, clock = offer.source, asyncio.get_running_loop().time
         started_at, num_before, num_tokens_before = clock(), len(prefix.arrivals), prefix.num_arrived_tokens
@@ -276,7 +283,10 @@ class PrefixFetcher:
             raise _Failed(_REASONS.get(error.code, "peer"), error.message) from None
         connected_at = clock()
         wanted = tokens[: offer.stop * self._cache.block_size]
-        asking = asyncio.ensure_future(peer.attach_prefix(prefix.keys[: offer.stop], wanted, prefix.num_blocks))
+        patience = max(RPC_TIMEOUT, offer.deadline) if always else RPC_TIMEOUT  # a disk may have much to read
+        asking = asyncio.ensure_future(
+            peer.attach_prefix(prefix.keys[: offer.stop], wanted, prefix.num_blocks, always=always, timeout=patience)
+        )
         is_unused = False
         try:
             async with peer.while_it_answers():

@@ -66,10 +66,13 @@ class Lender:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def lend(self, holder: str, keys: Sequence[bytes], token_ids: Sequence[int], first_block: int) -> Ticket:
+    async def lend(
+        self, holder: str, keys: Sequence[bytes], token_ids: Sequence[int], first_block: int, *, always: bool = False
+    ) -> Ticket:
         """A ticket over the leading blocks of the chain that this worker has, more than `first_block` of them.
 
-        Raises NotFound or ResourceExhausted; then nothing is held, nor when it is cancelled.
+        `always`: also those that a tier has and that are dearer to load than to compute. Raises NotFound or
+        ResourceExhausted; then nothing is held, nor when it is cancelled.
         """
         most = self._cache.groups.deepest_hit(self._most_blocks(), len(keys))
         if most <= first_block:
@@ -80,7 +83,7 @@ class Lender:
                 self._release(held)
                 held = [HeldBlocks(first_block, ())]  # what the device has the borrower has too
             own = held[0]
-            loaded = await self._load(keys[:most], token_ids, own.end)
+            loaded = await self._load(keys[:most], token_ids, own.end, always)
             held[0] = own = HeldBlocks(own.first, (*own.block_ids, *loaded))
             if own.end <= first_block:
                 raise NotFound(f"not more than {own.end} leading blocks can be had here", reason="PREFIX_GONE")
@@ -109,15 +112,15 @@ class Lender:
         self._observe()
         return ticket
 
-    async def _load(self, keys: Sequence[bytes], token_ids: Sequence[int], start: int) -> list[int]:
-        """Brings what only a tier has from block number `start` on, if that is cheaper than computing it here.
+    async def _load(self, keys: Sequence[bytes], token_ids: Sequence[int], start: int, always: bool) -> list[int]:
+        """Brings what only a tier has from block number `start` on, if cheaper than computing it here, or `always`.
 
         The blocks are not cached: they are there for the borrower, and free again when the ticket ends.
         """
         tiers, room = self._host.engine.tiers, min(len(keys) - start, self._num_spare())
         if tiers is None or room < 1:
             return []
-        load = tiers.start_load(keys, token_ids, start, max_blocks=room)
+        load = tiers.start_load(keys, token_ids, start, max_blocks=room, always=always)
         if load is None:
             return []
         num_blocks = len(load.block_ids)

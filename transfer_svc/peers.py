@@ -126,9 +126,17 @@ class Peer:
         self._hold(ticket, attached.epoch, attached.lease_seconds)
         return attached
 
-    async def attach_prefix(self, keys: Sequence[bytes], token_ids: Sequence[int], first_block: int) -> AttachedPrefix:
-        """Gets a ticket over cached blocks; likewise."""
-        attached = await self.client.attach_prefix(keys, token_ids, first_block, RPC_TIMEOUT)
+    async def attach_prefix(
+        self,
+        keys: Sequence[bytes],
+        token_ids: Sequence[int],
+        first_block: int,
+        *,
+        always: bool = False,
+        timeout: float = RPC_TIMEOUT,
+    ) -> AttachedPrefix:
+        """Gets a ticket over cached blocks; likewise. `always`: the peer's tiers load them whatever that costs."""
+        attached = await self.client.attach_prefix(keys, token_ids, first_block, timeout, always=always)
         self._hold(attached.ticket, attached.epoch, attached.lease_seconds)
         return attached
 

@@ -147,6 +147,14 @@ class VerifiedPrefix:
         elif (depth := self._cache.hit_depth(self._keys)) > self.num_blocks:
             self.aim(depth)
 
+    def fall_back(self) -> None:
+        """A pull broke off. Where groups slide the sequence goes on where a hit ends now: before the pull, or further.
+
+        If that is nowhere, what has come is kept: the next pull may bring the rest.
+        """
+        if not self._groups.is_plain:
+            self.match_further()
+
     def take_over(self, num_tokens: int) -> None:
         """A ticket covers so many tokens: the sequence is to go on at their end, which may come before its own."""
         end = min(num_tokens, len(self._token_ids))

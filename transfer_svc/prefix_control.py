@@ -67,6 +67,11 @@ class WorkerPrefixes:
             loaded = await self._load(prefix, keys, depth)
             depth, held = depth + len(loaded), held + loaded
             self._end(keys[-1])
+            if not self._cache.groups.is_plain and len(held) > self._most_pinned() - self.num_pinned_blocks:
+                # Other pins have come. A part of the blocks would be a part of each group, and nobody's hit.
+                self._release(held)
+                held = []
+                depth, held = self._match(prefix, keys)
             pin = self._begin(prefix, keys, depth, held, ttl_seconds)
             self._pins[keys[-1]] = pin
             held = held[len(pin.block_ids) :]

@@ -109,7 +109,10 @@ class KvSender:
 
     @contextmanager
     def router_presence(self, router_id: str) -> Iterator[None]:
-        """A watch of a router, while it stands."""
+        """A watch of a router, while it stands. Of one without a name nothing is concluded."""
+        if not router_id:
+            yield
+            return
         self._routers[router_id] += 1
         self._leases.router_came(router_id)
         try:

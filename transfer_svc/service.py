@@ -103,7 +103,7 @@ class KvTransferServicer:
             raise InvalidArgument("first_block", request.first_block, f"must be below {num_keys}, the number of keys")
         keys = [request.keys[i : i + KEY_BYTES] for i in range(0, len(request.keys), KEY_BYTES)]
         holder = f"{request.worker_id}/{request.incarnation}"
-        ticket = await self._lender.lend(holder, keys, request.token_ids, request.first_block)
+        ticket = await self._lender.lend(holder, keys, request.token_ids, request.first_block, always=request.always)
         return transfer_pb2.AttachPrefixResponse(
             ticket=ticket.name,
             epoch=ticket.epoch,

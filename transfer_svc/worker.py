@@ -218,7 +218,7 @@ class KvWorker(ABC):
             num_waiting=max(load.num_waiting, len(self._queue)),
             num_queued_tokens=max(load.num_queued_tokens, self._queue.num_tokens),
             num_free_blocks=self._host.kv_cache.free_capacity,
-            num_held_blocks=self.leases.num_held_blocks,
+            num_held_blocks=self._host.kv_cache.share_of_capacity(self.leases.num_held_blocks),
             draining=self._queue.draining,
             adapters=self.adapters.views(),
             num_transfers=self._num_transfers,

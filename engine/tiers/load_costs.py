@@ -75,6 +75,8 @@ def num_worth_loading(runs: Sequence[tuple[LoadCosts, int]], now: float) -> int:
     """
     num_blocks, saving, best, most = 0, 0.0, 0, 0.0
     for costs, num_of_tier in runs:
+        if not num_of_tier:
+            continue  # a tier that has none of them isn't asked, so its latency isn't paid
         num_blocks += num_of_tier
         saving += costs.saving(num_of_tier, now)
         if saving > most:

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.events import CacheEvent
+from kvstore.eviction_order import CostOf
 from kvstore.tier_block import Entry, TierBlock
-from kvstore.tier_book import CostOf, TierBook
+from kvstore.tier_book import TierBook
 
 TierName = Literal["host", "disk"]
 Bytes = NDArray[np.uint8]
@@ -55,7 +56,7 @@ class Tier:
 
     def price(self, cost_of: CostOf) -> None:
         """What its blocks are worth from now on; called with this tier's lock held."""
-        self._book.cost_of = cost_of
+        self._book.price(cost_of)
 
     @property
     def num_slots(self) -> int:

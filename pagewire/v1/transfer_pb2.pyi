@@ -669,6 +669,7 @@ class AttachPrefixRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    ALWAYS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The receiver's worker id."""
     incarnation: _builtins.int
@@ -677,6 +678,10 @@ class AttachPrefixRequest(_message.Message):
     """Keys of the prompt's leading full blocks in order, 32 bytes each. Salt and adapter are in them."""
     first_block: _builtins.int
     """Index of the first block wanted: the receiver has those before it."""
+    always: _builtins.bool
+    """An operator wants them: the sender loads from its tiers what it has there, also what is dearer to load than to
+    compute.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of those blocks; the sender compares them with what it computed."""
@@ -689,10 +694,11 @@ class AttachPrefixRequest(_message.Message):
         keys: _builtins.bytes = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         first_block: _builtins.int = ...,
+        always: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "incarnation", b"incarnation", "keys", b"keys", "token_ids", b"token_ids", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["always", b"always", "first_block", b"first_block", "incarnation", b"incarnation", "keys", b"keys", "token_ids", b"token_ids", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ import pytest
 from engine.admission import SchedulerConfig
 from engine.errors import EngineError, RequestRefused
 from engine.request import AdoptedKv, ChoiceState, EngineRequest
+from kvstore.kv_groups import HeldBlocks
 from pagewire.sampling import SamplingParams
 from tests.engine.harness import Harness, prompt_of
 
@@ -119,3 +120,18 @@ def test_a_doubled_id_is_refused_and_the_first_owner_goes_on() -> None:
 def test_impossible_limits(limits: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="at least"):
         SchedulerConfig(*limits)
+
+
+@pytest.mark.parametrize(("first", "fits"), [(2, True), (3, False)])
+def test_adopted_windows_reach_back_from_the_token_that_is_computed_again(first: int, fits: bool) -> None:
+    """79 tokens are there, so token 78 is computed again: it sees 47 … 78, from block 2 on."""
+    harness = Harness(num_blocks=16, block_size=16, max_model_len=96, windows=(None, 32))
+    own, window = harness.cache.allocate(5) or [], harness.cache.allocate(5 - first) or []
+    adopted = AdoptedKv(tuple(own), 79, 0, (HeldBlocks(first, tuple(window)),))
+    if fits:
+        harness.ask("r", 79, max_tokens=1, adopted=adopted)
+        harness.abort("r")
+    else:
+        with pytest.raises(RequestRefused, match=r"KV group 1 has blocks 3 … 4 of 79 tokens; .* needs 2 … 4"):
+            harness.ask("r", 79, max_tokens=1, adopted=adopted)
+    harness.check_idle()

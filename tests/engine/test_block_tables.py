@@ -1,11 +1,14 @@
 """What block tables promise beyond the scheduler's tests: copy sources stay, hopeless look-ups are not repeated."""
 
+import pytest
+
 from engine.block_tables import BlockTables
 from engine.kv_cache import KvCache
 from engine.request import EngineRequest
 from engine.sequence import Sequence
 from kvstore.block_pool import BlockPool
 from pagewire.sampling import SamplingParams
+from tests.engine.fake_runner import GROUP_OFFSET
 from tests.engine.harness import Harness, prompt_of
 
 
@@ -121,3 +124,48 @@ def test_a_long_match_holds_the_lock_for_pieces_of_it() -> None:
     assert max(lengths) <= 256
     assert cache.allocate(1) == [999], "tails are evicted first"
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["received", "computed"])
+def test_a_window_that_others_bring_back_is_noticed(how: str) -> None:
+    """Group 0 had all of it before, so there is no next block to wait for."""
+    harness = Harness(num_blocks=14, max_model_len=28, windows=(None, 5))
+    prompt, cache = prompt_of(24), harness.cache
+    keys, blocks, spare = cache.keys_for(prompt), cache.allocate(7) or [], cache.allocate(1) or []
+
+    def commit(block: int, i: int, group: int) -> int:
+        tokens = prompt[4 * i : 4 * i + 4]
+        harness.runner.slots[block] = [token + group * GROUP_OFFSET for token in tokens]
+        return cache.commit(block, keys[i], tokens, keys[i - 1] if i else None, group=group, is_received=how[0] == "r")
+
+    held = [commit(blocks[i], i, 0) for i in range(6)]
+    harness.ask("waits", [*prompt, 3], max_tokens=1)
+    for _ in range(3):
+        harness.step()
+    assert harness.scheduler.load().num_waiting == 1
+    if how == "computed":  # then in every group
+        held.append(commit(spare.pop(), 5, 0))
+    held.append(commit(blocks[6], 5, 1))
+    harness.step()
+    assert harness.cached["waits"] == 24
+    cache.release([*held, *spare])
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_a_request_that_comes_gives_nothing_back() -> None:
+    """It would look like blocks that became free to those that wait before it."""
+    harness = Harness(max_num_seqs=1)
+    shared = prompt_of(12)
+    harness.ask("first", shared, max_tokens=1)
+    harness.run()
+    harness.ask("runs", 8, max_tokens=8, ignore_eos=True)
+    harness.step()
+    num_releases = harness.cache.num_releases
+    harness.ask("comes", [*shared, 5], max_tokens=1)
+    assert harness.cache.num_releases == num_releases
+    harness.run()
+    assert harness.cached["comes"] == 12
+    harness.check_outputs()
+    harness.check_idle()

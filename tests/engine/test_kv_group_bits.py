@@ -166,3 +166,30 @@ def test_what_says_no_to_groups(build: Callable[..., Engine], tmp_path: Path, ca
     engine = build(kv_offloading_size="1MiB")
     assert engine.kv_cache.groups.is_plain
     assert "layers with a window keep the KV of the whole sequence: kv_offloading_size" in caplog.text
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_what_others_left_behind_a_sequences_end_is_never_read(build: Callable[..., Engine], kernels: str) -> None:
+    """A window smaller than a block: its only block begins after what has been given back, and has stale rows."""
+    fields = {"window": 8, "block_size": 16, "max_num_batched_tokens": 8, "max_num_seqs": 2, "kernels": kernels}
+    on, off = build(**fields), build(**fields, disable_hybrid_kv_cache_manager=True)
+    assert on.kv_cache.groups.slides
+    for engine in (on, off):
+        engine.memory.buffer[:] = 0xFF  # NaN
+    assert run(on, PROMPTS[1:3], GREEDY) == run(off, PROMPTS[1:3], GREEDY)
+
+
+def test_a_window_that_no_sequence_outgrows_does_not_slide(
+    build: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the pool holds: workers with other pools need the same groups."""
+    full, slides = build("mistral", max_model_len=11), build("mistral", max_model_len=12)
+    assert full.kv_cache.groups.is_plain
+    assert slides.kv_cache.groups.slides
+    small = build("mistral", max_model_len=12, kv_cache_memory_bytes=2 * full.memory.layout.block_bytes)
+    assert small.max_model_len < 11
+    assert small.root == slides.root
+    assert build("mistral", window=1 << 20, max_model_len=None).kv_cache.groups.is_plain
+    caplog.clear()
+    assert build("mistral", max_model_len=11, disable_hybrid_kv_cache_manager=True).root == full.root
+    assert "layers with a window" not in caplog.text

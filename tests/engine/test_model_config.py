@@ -104,6 +104,7 @@ def test_kv_config_tells_apart_what_changes_kv_values(tiny_model: Tiny, tmp_path
         ({"hidden_act": "relu"}, "activation 'relu' is not supported; supported are silu"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"num_key_value_heads": 3}, "4 heads over 3 kv heads"),
+        ({"head_dim": 2048}, "head_dim is 2048; it must be at most 1024"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits is None; supported: 4, 8"),

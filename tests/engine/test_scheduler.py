@@ -175,18 +175,3 @@ def test_load() -> None:
     assert harness.step().load == EngineLoad(2, 1, 10, 10, 16)
     harness.run()
     assert harness.scheduler.load() == EngineLoad(0, 0, 0, 16, 16)
-
-
-def test_what_a_waiting_request_was_sent_for_is_evicted_last() -> None:
-    """It waits behind one that takes blocks; what nobody waits for goes, although it was of use later."""
-    harness = Harness(num_blocks=16, max_num_seqs=1)
-    for salt in (1, 2):
-        harness.ask(f"first{salt}", prompt_of(20, salt=salt), max_tokens=1)
-        harness.run()
-    harness.ask("runs", prompt_of(8, salt=3), max_tokens=26, ignore_eos=True)
-    harness.step()
-    harness.ask("waits", prompt_of(21, salt=1), max_tokens=1)
-    harness.run()
-    assert harness.cached["waits"] == 20
-    harness.check_outputs()
-    harness.check_idle()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.eviction_order import MAX_PRICED
 from kvstore.tier_block import Entry, TierBlock
 from kvstore.tier_book import TierBook
 
@@ -128,16 +129,80 @@ def test_a_dear_block_stays_unused_for_longer_but_not_for_ever() -> None:
 def test_a_price_that_has_risen_counts_when_its_turn_comes() -> None:
     """The slower tier that had the block too has lost it meanwhile."""
     below = {b"a0", b"b0"}
-    asked: list[bytes] = []
-
-    def cost(entry: Entry) -> float:
-        asked.append(entry.block.key)
-        return 0.1 if entry.block.key in below else 1.0
-
-    book = TierBook(2, cost)
+    book = TierBook(2, lambda entry: 0.1 if entry.block.key in below else 1.0)
     _store(book, _block("a", 0))
     _store(book, _block("b", 0))
     below.discard(b"a0")
-    assert not asked, "nobody's price matters yet"
     _store(book, _block("c", 0))
     assert (book.holds(b"a0"), book.holds(b"b0")) == (True, False)
+
+
+def test_a_price_that_has_fallen_is_seen_before_the_block_is_the_cheapest() -> None:
+    """The slower tier gets a block after the faster one has booked it."""
+    below: set[bytes] = set()
+    book = TierBook(8, lambda entry: 0.1 if entry.block.key in below else 1.0 + 0.01 * entry.stamp)
+    for number in range(8):
+        _store(book, TierBlock(b"a%d" % number, None, (0,)))
+    below.add(b"a7")
+    for number in range(4):
+        _store(book, TierBlock(b"b%d" % number, None, (0,)))
+    assert not book.holds(b"a7")
+
+
+def test_the_prices_asked_for_a_store_are_few_whatever_has_changed() -> None:
+    """The first eviction of a full tier, when all have become dearer, and when all are used."""
+    num_asked, factor = 0, 1.0
+
+    def cost(entry: Entry) -> float:
+        nonlocal num_asked
+        num_asked += 1
+        return factor * entry.num_uses
+
+    book = TierBook(1000, cost)
+    most = 0
+    for number in range(3000):
+        if number == 2000:
+            factor = 3.0
+        if number == 2500:
+            book.touch(book.ready_keys())
+        num_asked = 0
+        assert _store(book, TierBlock(b"%d" % number, None, (0,)))
+        most = max(most, num_asked)
+    book.check_integrity()
+    assert 0 < most <= MAX_PRICED + 1
+
+
+def test_of_those_that_have_become_dearer_the_best_goes() -> None:
+    """An eviction prices no more than a few; the cheapest of them goes."""
+    dear: dict[bytes, float] = {}
+    book = TierBook(100, lambda entry: dear.get(entry.block.key, 1.0))
+    for number in range(100):
+        _store(book, TierBlock(b"%d" % number, None, (0,)))
+    dear |= {b"%d" % number: 9.0 - number for number in range(4)}
+    dear |= {b"%d" % number: 50.0 for number in range(4, 100)}
+    assert _store(book, TierBlock(b"new", None, (0,)))
+    assert not book.holds(b"3")
+    book.check_integrity()
+
+
+def test_books_of_forgotten_blocks_are_not_kept() -> None:
+    """Clearing and pinning again and again leaves neither leaves nor pins."""
+    book = TierBook(1000)
+    for number in range(200):
+        keys = [b"%d/%d" % (number, at) for at in range(50)]
+        for key in keys:
+            _store(book, TierBlock(key, None, (0,)))
+            book.pin([key], 1e9)
+        book.check_integrity()
+        book.clear()
+        assert (len(book._order), len(book._pins)) == (0, 0)
+    _store(book, _block("a", 0))
+    for until in range(1, 1000):
+        book.pin([b"a0"], float(until))
+        book.check_integrity()
+    _store(book, TierBlock(b"b", None, (0,)))
+    assert book.begin_store(TierBlock(b"c", None, (0,)), 998.5) is not None
+    assert book.num_pinned(998.5) == 1
+    book.begin_store(TierBlock(b"d", None, (0,)), 999.0)
+    assert book.num_pinned(998.5) == 0
+    book.check_integrity()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagewire.errors import PagewireError
 from pagewire.grammar import GrammarCompiler
 from pagewire.sampling import SamplingParams, StructuredOutput
 from pagewire.text.tokenizer import Tokenizer
@@ -18,6 +19,8 @@ from tests.matrix.system import System, system
 SEARCH = BeamSearch(4)
 MAX_TOKENS = 10
 REGEX = StructuredOutput("regex", "[a-f]{2,6}(x|yz)")
+# After each of these three nothing of what is allowed may follow.
+DEAD_END = tuple((first, then) for first in (50, 53, 57) for then in range(50, 60))
 Allow = Callable[[Sequence[int]], list[int]]
 
 
@@ -38,6 +41,10 @@ CASES = {
     "bad_words_token_ids": Case(
         {"bad_words_token_ids": ((133,), (192, 151), (38, 139))},
         options={"bad_words_ids": [[133], [192, 151], [38, 139]]},
+    ),
+    "a beam that nothing may follow": Case(
+        {"allowed_token_ids": tuple(range(50, 60)), "bad_words_token_ids": DEAD_END},
+        options={"bad_words_ids": [list(words) for words in DEAD_END]},
     ),
     "min_tokens": Case(
         {"min_tokens": 5, "logprobs": 1, "stop_token_ids": (139, 192)},
@@ -131,6 +138,16 @@ async def test_as_hugging_face(oracle: Any, model: Path, tokenizer: Tokenizer) -
                 plain = outputs
             elif name != "logprobs":
                 assert outputs != plain, f"{name} changes nothing"
+
+
+async def test_no_beam_can_go_on(model: Path) -> None:
+    nothing = tuple((first, then) for first in range(50, 60) for then in range(50, 60))
+    case = Case({"allowed_token_ids": tuple(range(50, 60)), "bad_words_token_ids": nothing})
+    async with system(model, num_prefill=1, num_decode=1) as running:
+        with pytest.raises(
+            PagewireError, match=r"^sampling\.allowed_token_ids = .* leaves no beam a token to draw after 1"
+        ):
+            await outputs_of(running, PROMPTS[1], case)
 
 
 def check_text(tokenizer: Tokenizer, piece: Piece, case: Case) -> None:

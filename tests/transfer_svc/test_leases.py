@@ -6,6 +6,7 @@ import pytest
 
 from engine.request import FinishReason, TokenOutput
 from transfer_svc.leases import LeaseTable, ManifestBlock, PrefillResult, StaleEpoch, TicketState, UnknownTicket
+from transfer_svc.sender import KvSender
 
 RESULT = PrefillResult(num_tokens=9, num_cached_tokens=4, first_tokens=())
 
@@ -201,6 +202,16 @@ def test_without_its_router_a_ticket_that_nobody_took_ends_after_a_grace():
     assert leases.reap(129.9, under_pressure=False) == []
     assert {each.ticket.name for each in leases.reap(130.0, under_pressure=False)} == {taken.name, others.name}
     assert leases.tickets == (computing,)  # the stream's
+
+
+def test_of_a_router_without_a_name_nothing_is_concluded():
+    leases = table(lease=30)
+    ticket = leases.open("a", 9)
+    leases.complete(ticket.name, RESULT, 100.0)
+    sender = KvSender(leases, None, lambda: 101.0, lambda: None)
+    with sender.router_presence(""):
+        pass
+    assert ticket.router_left_at is None
 
 
 def test_a_router_that_comes_back_finds_its_tickets():

@@ -89,8 +89,8 @@ async def test_what_is_lent_outlives_its_tier(model, expected, monkeypatch):
         lender = await sink(workers, "p0")
         lend = lender.worker.lender.lend
 
-        async def clear_after(*arguments):
-            ticket = await lend(*arguments)
+        async def clear_after(*arguments, **more):
+            ticket = await lend(*arguments, **more)
             lender.engine.tiers.clear()
             lender.engine.tiers.tiers[0].slots.buffer[:] = 0xAA
             return ticket

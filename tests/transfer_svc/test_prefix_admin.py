@@ -1,10 +1,12 @@
 """An operator looks up, pins, clears and moves prefixes, through a router and on the workers themselves."""
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
 
+from engine.rates import Rate
 from pagewire import rpc
 from pagewire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from pagewire.worker_view_wire import label_to_proto
@@ -190,6 +192,36 @@ async def test_a_move_takes_what_lies_below_the_device(model):
         assert await workers.decode("d0", workers.request(PROMPT, PARAMS)) == expected
         moved = await admin.MovePrefix(admin_pb2.MovePrefixRequest(request=ask(), to_worker_id="p0"))
         assert (moved.num_blocks, moved.num_moved_blocks, moved.num_removed_blocks) == (7, 7, 0)
+
+
+async def test_a_move_fetches_whatever_it_costs(model, monkeypatch):
+    """Computing is cheaper for both workers: the lender loads all the same, and the borrower waits as long as usual."""
+    async with (
+        fleet(model, ("p0", "d0"), options={"p0": HOST}, mode="auto") as workers,
+        operator(workers, model) as admin,
+    ):
+        lender, fetcher = workers["p0"].engine, workers["d0"].worker.fetcher
+        await workers.prefill("p0", workers.request(PROMPT, PARAMS))
+        await until(lambda: lender.tiers.quiesce(0) and not lender.kv_cache.num_referenced)
+        lender.kv_cache.reset()
+        lender.tiers.costs["host"].prefill = fetcher.rates.prefill = Rate(1e12, 1e9)
+        fetcher.settings = replace(fetcher.settings, min_deadline=0.0)
+        offers, best_offer = [], fetcher._best_offer
+
+        def patient(*arguments):
+            offer, declined = best_offer(*arguments)
+            if offer is not None:
+                offers.append(offer)
+                offer = replace(offer, deadline=30.0)
+            return offer, declined
+
+        monkeypatch.setattr(fetcher, "_best_offer", patient)
+        move = admin_pb2.MovePrefixRequest(request=ask(), to_worker_id="d0")
+        moved = await admin.MovePrefix(move)
+        (offer,) = offers
+        assert offer.deadline == pytest.approx(-4 * offer.saving), "computing takes no time, so that is the fetch's"
+        assert moved.num_moved_blocks == 7
+        assert lender.tiers.counts()["host"][1]["declined"] == 0
 
 
 async def test_a_move_leaves_what_others_need_where_it_was(model):

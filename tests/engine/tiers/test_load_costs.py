@@ -32,6 +32,7 @@ def _costs(bytes_per_second: float, latency: float = 0.0) -> LoadCosts:
         ([(_costs(900), 2), (_costs(10_000), 4)], 6),
         ([(_costs(100), 2), (_costs(10_000), 4)], 0),
         ([(_costs(2000), 0), (_costs(2000), 2)], 2),
+        ([(_costs(2000, latency=5.0), 0), (_costs(2000), 2)], 2),
         ([], 0),
     ],
 )
