@@ -231,6 +231,29 @@ def test_an_engine_that_has_died_ends_the_loop_and_says_why(monkeypatch: pytest.
     engine.close()
 
 
+def test_a_step_that_hangs_is_given_up_when_the_loop_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when another rank has stopped in its middle."""
+    engine, _ = fake_engine()
+    collector = Collector()
+    entered, given_up = threading.Event(), threading.Event()
+
+    def hang() -> StepOutput:
+        entered.set()
+        assert given_up.wait(20.0)
+        raise EngineDied("rank 1 has been killed")
+
+    monkeypatch.setattr("engine.loop.LAST_STEP_SECONDS", 0.05)
+    monkeypatch.setattr(engine, "step", hang)
+    monkeypatch.setattr(engine, "give_up_step", given_up.set)
+    loop = EngineLoop(engine, collector)
+    loop.start()
+    loop.add(EngineRequest("r", (5, 6), LONG))
+    assert entered.wait(5.0)
+    loop.stop()
+    assert given_up.is_set()
+    engine.close()
+
+
 def test_a_stalled_engine_waits_and_goes_on_when_blocks_come_back(parts: Parts) -> None:
     engine, runner, loop, collector = parts
     held = engine.kv_cache.allocate(16)
