@@ -122,8 +122,8 @@ def _import_ray() -> Any:
         ) from None
     if tuple(map(int, ray.__version__.split(".")[:2])) < _RAY_VERSION:
         raise ModelError(
-            f"distributed_executor_backend = ray needs Ray {_RAY_VERSION[0]}.{_RAY_VERSION[1]}, the first with "
-            f"authentication in every cluster that a process starts for itself; {ray.__version__} is installed"
+            f"distributed_executor_backend = ray needs Ray {_RAY_VERSION[0]}.{_RAY_VERSION[1]} or newer, whose local "
+            f"cluster is known to ask for a token; {ray.__version__} is installed"
         )
     return ray
 
