@@ -280,9 +280,7 @@ class Life:
         if failure.was_prefill:
             self._avoid_prefill.add(failure.worker.process)
             self.num_failed_prefills += 1
-            if error.reason == KV_LOAD_FAILED:
-                self._release_ticket()
-            self._source = None  # its stream owned the blocks: with the stream they are gone
+            self._release_ticket()  # it may be done, whatever became of its stream, and then a lease owns the blocks
             await self._stop_prefill()
         else:
             self._avoid_decode.add(failure.worker.process)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -42,7 +43,8 @@ LIBRARY_THREADS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis tries fewer examples in CI than elsewhere."""
+    """Hypothesis tries fewer examples in CI than elsewhere. Ctrl-C works, also where a shell started us with `&`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr == "not nightly":
         settings.load_profile("ci")
 
