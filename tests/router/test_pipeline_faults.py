@@ -31,6 +31,14 @@ async def test_prefill_lost_before_the_first_token_goes_to_another(tmp_path: Pat
     assert bad.requests[0].request_id != good.requests[0].request_id
 
 
+async def test_a_prefill_whose_stream_breaks_gives_its_ticket_back(tmp_path: Path) -> None:
+    """It may have been done: then a lease owns the blocks, and nobody else would end it before its time."""
+    bad, good = ScriptedPrefill("p0", Script(die_after_accept=True)), ScriptedPrefill("p1")
+    async with a_system(tmp_path, prefills=[bad, good], decodes=[ScriptedDecode()]) as system:
+        await system.generate()
+        await eventually(lambda: released(bad) == [True])
+
+
 async def test_prefill_workers_all_lost_leaves_it_to_decode(tmp_path: Path) -> None:
     bad = [ScriptedPrefill(f"p{number}", Script(die_after_accept=True)) for number in range(2)]
     async with a_system(tmp_path, prefills=bad, decodes=[ScriptedDecode()]) as system:
