@@ -37,6 +37,7 @@ async def in_thread(function, *arguments):
 
 @pytest.fixture
 def pools() -> Iterator[tuple[Pool, Pool]]:
+    gc.collect()  # what earlier tests left for the collector
     num_fds = len(os.listdir("/proc/self/fd"))
     source = Pool(NUM_BLOCKS, BLOCK_BYTES, memfd=True, seed=1)
     target = Pool(NUM_BLOCKS, BLOCK_BYTES, seed=2)
@@ -44,7 +45,7 @@ def pools() -> Iterator[tuple[Pool, Pool]]:
     source.close()
     target.close()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == num_fds
+    assert len(os.listdir("/proc/self/fd")) <= num_fds
 
 
 @asynccontextmanager
