@@ -56,9 +56,13 @@ class Up:
         """Child processes by role ("router", "prefill", "decode", "valkey")."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            command = child.cmdline()
-            role = "valkey" if "valkey" in command[0] else command[3]
-            found[role] = child
+            try:
+                command = child.cmdline()
+            except psutil.Error:
+                continue  # it has just ended
+            role = "valkey" if "valkey" in "".join(command[:1]) else "".join(command[3:4])
+            if role not in ("", "up"):  # which it is between fork and exec
+                found[role] = child
         return found
 
     def finish(self) -> tuple[int, str, str]:
