@@ -19,7 +19,7 @@ def main() -> None:
                 list(prompts), SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True), use_tqdm=False
             )
 
-        serve(Points(generate, int(given.pop("vocab_size", 32_000))), seconds)
+        serve(Points(generate), seconds)
 
 
 if __name__ == "__main__":

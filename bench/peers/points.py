@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 Generate = Callable[[Sequence[list[int]], int], object]
 
 READY, POINT = "READY", "POINT"
+_TOKEN_IDS = (1_000, 32_000)  # of words, in every vocabulary that is compared
 _SHORT = 32
 _LONG = 65
 _REPEATS = 3
@@ -22,9 +23,8 @@ _REPEATS = 3
 class Points:
     """The points of one engine. Every prompt is random, so that no cache helps but where it is asked for."""
 
-    def __init__(self, generate: Generate, vocab_size: int) -> None:
+    def __init__(self, generate: Generate) -> None:
         self._generate = generate
-        self._vocab_size = vocab_size
         self._random = random.Random(time.time_ns())
 
     def warm_up(self) -> None:
@@ -56,7 +56,7 @@ class Points:
         return (many - self._seconds(self._prompts(batch, _SHORT), 1)) / (_LONG - 1)
 
     def _prompts(self, count: int, length: int) -> list[list[int]]:
-        return [[self._random.randrange(100, self._vocab_size - 100) for _ in range(length)] for _ in range(count)]
+        return [[self._random.randrange(*_TOKEN_IDS) for _ in range(length)] for _ in range(count)]
 
     def _seconds(self, prompts: Sequence[list[int]], num_tokens: int) -> float:
         started = time.perf_counter()

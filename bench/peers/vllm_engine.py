@@ -21,7 +21,7 @@ def main() -> None:
             use_tqdm=False,
         )
 
-    serve(Points(generate, 32_000), seconds)
+    serve(Points(generate), seconds)
     os._exit(0)  # its engine process and threads otherwise take seconds to end
 
 
