@@ -70,6 +70,8 @@ class Script:
     # Decode: a request fails alone after this many tokens, once.
     fail_after: int | None = None
     fail_code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    # Decode: such an end waits for this, since what is still under way when it comes may be lost.
+    heard: asyncio.Event | None = None
 
     def token(self, request: types_pb2.WorkerRequest, choice: int, index: int) -> types_pb2.TokenOutput:
         """One sampled token, with log-probabilities if they were asked for."""
@@ -375,6 +377,8 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServiceServicer):
             num_sent = 0
             for index, rows in await self._rows(start.decode):
                 await asyncio.sleep(script.delay)
+                if script.heard is not None and num_sent in (script.break_after, script.fail_after):
+                    await script.heard.wait()
                 if script.break_after is not None and num_sent >= script.break_after:
                     script.break_after = None
                     session.out.put_nowait(None)

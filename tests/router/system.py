@@ -92,8 +92,14 @@ class System:
     prefills: list[ScriptedPrefill]
     decodes: list[ScriptedDecode]
 
-    async def generate(self, call: GenerateCall | None = None, **sampling: Any) -> Result:
-        return collect([output async for output in self.pipeline.generate(call or a_call(**sampling))])
+    async def generate(
+        self, call: GenerateCall | None = None, *, on_output: Callable[[Output], None] = lambda _: None, **sampling: Any
+    ) -> Result:
+        outputs = []
+        async for output in self.pipeline.generate(call or a_call(**sampling)):
+            outputs.append(output)
+            on_output(output)
+        return collect(outputs)
 
 
 def a_call(*, prompt: Sequence[int] = PROMPT, text_options: TextOptions | None = None, **sampling: Any) -> GenerateCall:
@@ -121,6 +127,19 @@ def collect(outputs: Sequence[Output]) -> Result:
         result.pieces.append(piece)
     assert sum(map(len, result.token_ids.values())) == summary.completion_tokens
     return result
+
+
+@dataclass(slots=True)
+class Heard:
+    """Says when the client has heard this many tokens of all choices together."""
+
+    num_tokens: int
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __call__(self, output: Output) -> None:
+        self.num_tokens -= len(output.token_ids) if isinstance(output, Piece) else 0
+        if self.num_tokens <= 0:
+            self.event.set()
 
 
 def wanted(num_tokens: int, *, prompt: Sequence[int] = PROMPT, choice: int = 0) -> list[int]:

@@ -7,10 +7,11 @@ import grpc
 import pytest
 
 from pagewire.errors import ADAPTER_NOT_FOUND, NotFound, PagewireError, Unavailable
+from router.backend import Output
 from router.request import FinishReason, Piece, TextOptions
 from router.services import RetryLimits
 from tests.router.scripted_workers import Script, ScriptedDecode, ScriptedPrefill
-from tests.router.system import QUICK, a_call, a_system, eventually, released, wanted
+from tests.router.system import QUICK, Heard, a_call, a_system, eventually, released, wanted
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -130,8 +131,10 @@ async def test_full_prefill_workers_are_not_worked_around(tmp_path: Path) -> Non
 async def test_decode_lost_in_mid_stream_goes_on_elsewhere(tmp_path: Path, after: int, how: str) -> None:
     script = Script(break_after=after) if how == "break" else Script(fail_after=after)
     prefill, bad, good = ScriptedPrefill(), ScriptedDecode("d0", script), ScriptedDecode("d1")
+    heard = Heard(2 * (after + 1))
+    script.heard = heard.event if after else None
     async with a_system(tmp_path, prefills=[prefill], decodes=[bad, good]) as system:
-        result = await system.generate(n=2, logprobs=0)
+        result = await system.generate(n=2, logprobs=0, on_output=heard)
     assert result.token_ids == {choice: wanted(8, choice=choice) for choice in range(2)}
     assert [len(piece.logprobs) for piece in result.pieces] == [len(piece.token_ids) for piece in result.pieces]
     assert result.summary.decode_worker == "d1"
@@ -217,14 +220,21 @@ async def test_characters_and_stop_strings_survive_a_migration(tmp_path: Path) -
 
 
 async def test_a_finished_choice_stays_finished(tmp_path: Path) -> None:
-    prefill, bad, good = ScriptedPrefill(), ScriptedDecode("d0", Script(break_after=4)), ScriptedDecode("d1")
+    is_finished = asyncio.Event()
+
+    def hear(output: Output) -> None:
+        if isinstance(output, Piece) and output.finish_reason is not None:
+            is_finished.set()
+
+    script = Script(break_after=4, heard=is_finished)
+    prefill, bad, good = ScriptedPrefill(), ScriptedDecode("d0", script), ScriptedDecode("d1")
     async with a_system(tmp_path, prefills=[prefill], decodes=[bad, good]) as system:
         tokenizer = system.pipeline.model.tokenizer
         letters = [tokenizer.token_id(char) or 0 for char in "abcdefgh"]
         other = tokenizer.token_id("z") or 0
         for worker in (prefill, bad, good):
             worker.script.tokens = lambda prompt, choice, index: letters[index] if choice else other
-        result = await system.generate(a_call(n=2, text_options=TextOptions(stop=("c",))))
+        result = await system.generate(a_call(n=2, text_options=TextOptions(stop=("c",))), on_output=hear)
     assert result.text == {0: "zzzzzzzz", 1: "ab"}
     assert [state.finished for state in good.requests[0].choices] == [False, True]
 
