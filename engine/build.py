@@ -85,9 +85,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     speculative = None if options.speculative_config is None else SpeculativeConfig.parse(options.speculative_config)
     has_draft = speculative is not None and speculative.method == "draft_model"
     groups = _plan_groups(options, config, has_draft=has_draft)
-    layout = KvLayout(
-        groups.layers_per_block, config.num_kv_heads, config.head_dim, options.block_size, config.dtype, kv_format
-    )
+    layout = KvLayout.of(config, options.block_size, num_layers=groups.layers_per_block, kv_format=kv_format)
     draft = load_draft(speculative, options, served, threads) if speculative is not None and has_draft else None
     if ranks is not None:
         ranks.wait_loaded(served.digest)  # else the pool would get the memory that their weights are about to take
@@ -170,7 +168,7 @@ def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: boo
         block_size=options.block_size,
         max_chunk=options.max_num_batched_tokens,
     )
-    groups = plan(one=reason is not None)
+    groups = plan(one=reason is not None, latent=config.is_latent)
     if reason is not None and any(windows):
         logger.warning("layers with a window keep the KV of the whole sequence: %s", reason)
     return groups

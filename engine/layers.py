@@ -47,9 +47,9 @@ class StepContext:
     ) -> "StepContext":
         tables = {}
         for rope in dict.fromkeys(config.layer_ropes):
-            inv_freq, scaling = inverse_frequencies(rope, config.head_dim)
+            inv_freq, scaling = inverse_frequencies(rope, config.rope_dim)
             cos, sin = kernels.rope_tables(positions, inv_freq, scaling)
-            still = config.head_dim // 2 - cos.shape[1]  # pairs that don't turn
+            still = config.rope_dim // 2 - cos.shape[1]  # pairs that don't turn
             tables[rope] = (F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))) if still else (cos, sin)
         plans = {
             (group, window): kernels.plan_attention(batch.of_group(group), group_size=config.group_size, window=window)
@@ -106,8 +106,11 @@ class RowLinear:
 class GatedMlp:
     """down(act(gate(x)) · up(x)), plus the residual if there is one."""
 
-    def __init__(self, kernels: ModelKernels, weights: WeightSource, name: str, config: ModelConfig) -> None:
-        hidden, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    def __init__(
+        self, kernels: ModelKernels, weights: WeightSource, name: str, config: ModelConfig, size: int | None = None
+    ) -> None:
+        """`size`: of its own, if not the model's intermediate_size."""
+        hidden, ffn, bias = config.hidden_size, size or config.intermediate_size, config.mlp_bias
         self._kernels = kernels
         self._activation = config.activation
         self._gate_up_names = (f"{name}.gate_proj", f"{name}.up_proj")

@@ -75,6 +75,7 @@ def _check_triton(options: EngineOptions, config: ModelConfig | TransformersConf
         "enable_lora": options.enable_lora,
         f"kv_cache_dtype = {options.kv_cache_dtype}": options.kv_cache_dtype != "auto",
         "model_impl = transformers": isinstance(config, TransformersConfig),
+        "latent attention": config.is_latent,
         "speculative_config.model": speculative is not None and speculative.model is not None,
     }
     for what, is_asked in refused.items():

@@ -23,9 +23,26 @@ KV_FORMATS: Mapping[str, KvFormat | None] = {"auto": None, "fp8": "fp8_e4m3", "f
 """By the option kv_cache_dtype; None is the compute dtype."""
 
 
+class CachedConfig(Protocol):
+    """What a model's config says of its cache."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def is_latent(self) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """The order of one block's cells: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim].
+
+    Of a `latent` cache there is one cell instead of K and V: what both are made of (`engine/mla.py`).
 
     With a `kv_format` values are of that format instead of `dtype`, and a cell is bytes: [cell_bytes], see
     `kernels/kv_cells.py`. Of a model with several KV groups a block has the layers of one group: `num_layers` are
@@ -38,6 +55,16 @@ class KvLayout:
     block_size: int
     dtype: torch.dtype
     kv_format: KvFormat | None = None
+    latent: bool = False
+
+    @staticmethod
+    def of(
+        config: CachedConfig, block_size: int, *, num_layers: int | None = None, kv_format: KvFormat | None = None
+    ) -> "KvLayout":
+        """Of a model; `num_layers` of a KV group, if not all."""
+        layers = config.num_layers if num_layers is None else num_layers
+        sizes = (config.num_kv_heads, config.head_dim, block_size)
+        return KvLayout(layers, *sizes, config.dtype, kv_format, config.is_latent)
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -49,7 +76,7 @@ class KvLayout:
         cell: tuple[int, ...] = (self.block_size, self.head_dim)
         if self.kv_format is not None:
             cell = (cell_bytes(self.block_size, self.head_dim),)
-        return (self.num_layers, 2, self.num_kv_heads, *cell)
+        return (self.num_layers, 1 if self.latent else 2, self.num_kv_heads, *cell)
 
     @property
     def block_bytes(self) -> int:
@@ -59,8 +86,8 @@ class KvLayout:
     def layout_id(self) -> str:
         """Names the order of bytes in a block. `canonical`: cells as above, row-major inside."""
         dtype = self.kv_format or str(self.dtype).removeprefix("torch.")
-        shape = f"l{self.num_layers}.h{self.num_kv_heads}.b{self.block_size}.d{self.head_dim}"
-        return f"canonical/{shape}/{dtype}"
+        heads = "latent" if self.latent else f"h{self.num_kv_heads}"
+        return f"canonical/l{self.num_layers}.{heads}.b{self.block_size}.d{self.head_dim}/{dtype}"
 
 
 class KvLayers(Protocol):
@@ -151,7 +178,10 @@ class KvMemory:
 def layer_views(
     blocks: Tensor, layout: KvLayout, groups: KvGroups | None
 ) -> tuple[tuple[tuple[Cells, Cells], ...], tuple[int, ...]]:
-    """K and V of each layer of the model in `blocks` [num_blocks, *block_shape], or in some heads of it; its group."""
+    """K and V of each layer of the model in `blocks` [num_blocks, *block_shape], or in some heads of it; its group.
+
+    Both are the same cells where these are latents.
+    """
 
     def cells(layer: int, which: int) -> Cells:
         own = blocks[:, layer, which]
@@ -159,7 +189,8 @@ def layer_views(
             return own
         return QuantizedCells.view(layout.kv_format, own, layout.block_size, layout.head_dim, keys=which == 0)
 
-    views = [(cells(layer, 0), cells(layer, 1)) for layer in range(layout.num_layers)]
+    second = 0 if layout.latent else 1
+    views = [(cells(layer, 0), cells(layer, second)) for layer in range(layout.num_layers)]
     own = () if groups is None else groups.groups
     num_layers = sum(len(group.layers) for group in own) or layout.num_layers
     places = [

@@ -11,6 +11,7 @@ import torch
 
 from engine.errors import EngineError
 from engine.longrope import read_phi_rope
+from engine.mla_config import MLA_FAMILIES, MlaConfig
 from engine.moe_config import MoeConfig
 from engine.parallel.shard import Shard
 from engine.quantized.config import parse_quantization
@@ -32,8 +33,11 @@ ARCHITECTURES: Mapping[str, str] = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Phi3ForCausalLM": "phi3",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 """Served architecture -> family. A multimodal one is served as its text model."""
+_WITH_EXPERTS = ("mixtral", "qwen3_moe", *MLA_FAMILIES)
 
 
 class ModelError(EngineError, ValueError):
@@ -76,6 +80,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
+    """Latent attention: there is one kv head then, of a cell's size; its values are the first numbers of its keys."""
+    unserved_layers: range = range(0)
+    """Layers of the checkpoint behind the model's own."""
     quantization: StoredFormat | None = None
     """How the checkpoint stores its quantized matrices; None: it has none."""
     shard: Shard | None = None
@@ -85,6 +93,16 @@ class ModelConfig:
     def group_size(self) -> int:
         """Query heads per kv head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def rope_dim(self) -> int:
+        """Of a head, or of the part that has a rotation of its own."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the cache has latents instead of keys and values."""
+        return self.mla is not None
 
     @property
     def fused_projections(self) -> bool:
@@ -104,6 +122,7 @@ class ModelConfig:
         """What, beside weights, dtype and quantization, changes KV values, as JSON types (the root of the keys, §5)."""
         unrelated = {"path", "dtype", "vocab_size", "max_position", "final_cap", "tie_word_embeddings"}
         unrelated |= {"eos_token_ids", "bos_token_id", "architecture", "moe", "quantization", "shard"}
+        unrelated |= {"mla", "unserved_layers"}
         config: dict[str, object] = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in unrelated
         }
@@ -111,6 +130,8 @@ class ModelConfig:
         config["layer_ropes"] = [rope.identity for rope in self.layer_ropes]
         if self.moe is not None:
             config["moe"] = self.moe.kv_config()
+        if self.mla is not None:
+            config["mla"] = self.mla.kv_config()
         return config
 
 
@@ -195,6 +216,10 @@ def _describe(
     if num_heads % num_kv_heads or head_dim % 2:
         raise ValueError(f"{num_heads} heads over {num_kv_heads} kv heads of size {head_dim} can't be laid out")
     check_head_dim(head_dim)
+    mla = MlaConfig.read(text) if family in MLA_FAMILIES else None
+    scale = float(text.query_pre_attn_scalar if gemma else head_dim) ** -0.5
+    if mla is not None:
+        num_kv_heads, head_dim, scale = 1, mla.cell_dim, mla.attention_scale(text.rope_parameters)
     activation = str(text.hidden_activation if gemma else text.hidden_act)
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
@@ -229,7 +254,7 @@ def _describe(
         output_bias=attention_bias,
         mlp_bias=bool(getattr(text, "mlp_bias", False)),
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
-        attention_scale=float(text.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+        attention_scale=scale,
         attention_cap=getattr(text, "attn_logit_softcapping", None),
         final_cap=getattr(text, "final_logit_softcapping", None),
         embedding_scale=hidden_size**0.5 if gemma else None,
@@ -238,7 +263,9 @@ def _describe(
         layer_ropes=ropes,
         eos_token_ids=read_eos_token_ids(directory, hf, text),
         bos_token_id=first_id(text.bos_token_id),
-        moe=MoeConfig.read(text, family, num_layers) if family in ("mixtral", "qwen3_moe") else None,
+        moe=MoeConfig.read(text, family, num_layers) if family in _WITH_EXPERTS else None,
+        mla=mla,
+        unserved_layers=range(num_layers, num_layers + (getattr(text, "num_nextn_predict_layers", None) or 0)),
         quantization=_quantization(hf),
     )
 

@@ -4,16 +4,17 @@ import torch
 from torch import Tensor
 
 from engine.kernel_set import ModelKernels
-from engine.layers import StepContext
+from engine.layers import GatedMlp, StepContext
 from engine.model_config import ModelConfig
 from engine.moe_config import MoeConfig
 from engine.weight_source import Projection, WeightSource
-from kernels.routing import route
+from kernels.routing import Routing, route, route_scored
 
 
 class ExpertsMlp:
     """x -> the weighted sum of its top_k experts' down(act(gate(x)) · up(x)), plus the residual if there is one.
 
+    DeepSeek's has an MLP besides that all rows go through, and a router in float32 whatever the compute dtype is.
     The router's matrix is never quantized: a step of int8 would send rows to other experts. Adapters leave the experts
     alone.
     """
@@ -25,18 +26,26 @@ class ExpertsMlp:
         self._activation = config.activation
         self._moe = moe
         hidden, ffn = config.hidden_size, moe.intermediate_size
-        self._router = weights.take(f"{name}.gate.weight", (moe.num_experts, hidden))
+        own, wide = moe.deepseek, None if moe.deepseek is None else torch.float32
+        self._router = weights.take(f"{name}.gate.weight", (moe.num_experts, hidden), wide)
+        self._bias: Tensor | None = None
+        if own is not None and own.scoring == "sigmoid":
+            self._bias = weights.take(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), wide)
+        self._shared: GatedMlp | None = None
+        if own is not None and own.shared_size:
+            self._shared = GatedMlp(kernels, weights, f"{name}.shared_experts", config, own.shared_size)
         self._experts = []
         for expert in range(moe.num_experts):
             prefix = f"{name}.experts.{expert}"
             both = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-            gate_up = weights.pack(Projection(both, (ffn, ffn), hidden, gated=True, adaptable=False))
-            down = weights.pack(Projection((f"{prefix}.down_proj",), (hidden,), ffn, adaptable=False))
+            gate_up = weights.pack(Projection(both, (ffn, ffn), hidden, gated=True, adaptable=False, routed=True))
+            last = (f"{prefix}.down_proj",)
+            down = weights.pack(Projection(last, (hidden,), ffn, adaptable=False, routed=True))
             self._experts.append((gate_up, down))
 
     def __call__(self, x: Tensor, step: StepContext, residual: Tensor | None = None) -> Tensor:
         moe = self._moe
-        routing = route(self._kernels.router_logits(x, self._router), moe.top_k, normalize=moe.normalize)
+        routing = self._route(x)
         results = x.new_empty(x.shape[0] * moe.top_k, x.shape[1])
         for group in routing.groups(moe.num_experts):
             gate_up, down = self._experts[group.expert]
@@ -45,4 +54,20 @@ class ExpertsMlp:
         y = routing.combine(results)
         if step.group is not None:
             y = step.group.sum(y.float()).to(x.dtype)
+        if self._shared is not None:
+            y = y + self._shared(x, step)
         return y if residual is None else torch.add(y, residual)
+
+    def _route(self, x: Tensor) -> Routing:
+        moe, own = self._moe, self._moe.deepseek
+        if own is None:
+            return route(self._kernels.router_logits(x, self._router), moe.top_k, normalize=moe.normalize)
+        return route_scored(
+            self._kernels.router_logits(x.float(), self._router),
+            moe.top_k,
+            scoring=own.scoring,
+            bias=self._bias,
+            limit=own.limit,
+            normalize=moe.normalize,
+            scale=own.scale,
+        )

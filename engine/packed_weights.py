@@ -75,15 +75,15 @@ def build_private(config: ModelConfig, kernels: NativeKernels, build: Callable[[
     """The model that `build` makes, its weights packed into this process's own memory. Raises ModelError."""
     weights = map_weights(config.path, config.dtype, config.quantization, config.shard)
     model = build(_PrivateSource(kernels, weights))
-    weights.finish()
+    weights.finish(config.unserved_layers)
     return model
 
 
 class _PrivateSource(DirectSource):
     """Keeps nothing of the stored tensors, so that their file is unmapped."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return super().take(name, shape).clone()
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return super().take(name, shape, dtype).clone()
 
 
 class _FileWriter:
@@ -98,8 +98,8 @@ class _FileWriter:
         self._progress = progress
         self._done = 0
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._weights.take(name, shape)
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return self._weights.take(name, shape, dtype)
 
     def pack(self, projection: Projection) -> NativeWeight:
         with naming(projection):
@@ -139,8 +139,8 @@ class _FileSource:
         self._kernels = kernels
         self._dtype = weights.dtype
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._weights.take(name, shape).clone()
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return self._weights.take(name, shape, dtype).clone()
 
     def pack(self, projection: Projection) -> NativeWeight:
         projection.expect(self._weights)
@@ -160,7 +160,7 @@ class _FileSource:
 def _map(file: Path, config: ModelConfig, kernels: NativeKernels, build: Callable[[WeightSource], Model]) -> Model:
     weights = map_weights(config.path, config.dtype, config.quantization, config.shard)
     model = build(_FileSource(weights, SectionFile(file), kernels))
-    weights.finish()
+    weights.finish(config.unserved_layers)
     mark_used(file)
     return model
 
@@ -178,7 +178,7 @@ def _write(
     try:
         with SectionWriter(partial) as writer:
             build(_FileWriter(weights, writer, kernels, progress))
-            weights.finish()
+            weights.finish(config.unserved_layers)
             writer.finish()
         partial.rename(file)
     except (OSError, ModelError):

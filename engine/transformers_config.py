@@ -44,6 +44,8 @@ class ServedConfig(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
+    def is_latent(self) -> bool: ...
+    @property
     def vocab_size(self) -> int: ...
     @property
     def max_position(self) -> int: ...
@@ -76,6 +78,8 @@ class TransformersConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     identity: str
+    is_latent: bool = False
+    """Latent attention is refused."""
     quantization_label: None = None
     """Quantized checkpoints are not for this implementation."""
 

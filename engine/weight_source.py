@@ -5,11 +5,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.kernel_set import ModelKernels
 from engine.weights import Weights
 from kernels.grouped import GroupedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of the matrix `stored` of that shape, or their transpose; of a quantized one, of what it stands for."""
+
+    stored: str
+    shape: tuple[int, int]
+    rows: range
+    transposed: bool = False
+
+    @property
+    def num_out(self) -> int:
+        return self.shape[1] if self.transposed else len(self.rows)
+
+    @property
+    def num_in(self) -> int:
+        return len(self.rows) if self.transposed else self.shape[1]
+
+    def of(self, weights: Weights) -> Tensor:
+        """[num_out, num_in] in the compute dtype. Raises ModelError."""
+        whole = weights.matrix(self.stored, self.shape)
+        start, size = self.rows.start, len(self.rows)
+        _, part, _ = whole.split([start, size, self.shape[0] - start - size])
+        plain = part if isinstance(part, Tensor) else part.dequantized().to(weights.dtype)
+        return plain.t().contiguous() if self.transposed else plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +54,14 @@ class Projection:
     adaptable: bool = True
     """Whether adapters may change it."""
     fused: str | None = None
+    routed: bool = False
+    """Whether it is an expert's, through which only a part of the tokens go."""
+    piece: Piece | None = None
+    """It is a piece of a stored matrix, and its name one that no tensor has."""
+
+    @staticmethod
+    def of_piece(name: str, piece: Piece) -> "Projection":
+        return Projection((name,), (piece.num_out,), piece.num_in, adaptable=False, piece=piece)
 
     @property
     def num_out(self) -> int:
@@ -34,6 +69,8 @@ class Projection:
 
     def matrices(self, weights: Weights) -> list[Tensor | GroupedMatrix]:
         """[num_outs[i], num_in] each. Raises ModelError."""
+        if self.piece is not None:
+            return [self.piece.of(weights)]
         return self._apart([weights.matrix(name, shape) for name, shape in self._shapes().items()])
 
     def biases(self, weights: Weights) -> list[Tensor]:
@@ -41,11 +78,14 @@ class Projection:
         return self._apart([weights.take(name, shape) for name, shape in self._bias_shapes().items()])
 
     def is_quantized(self, weights: Weights) -> bool:
-        """Whether the checkpoint has it quantized; all or none of it is."""
-        return any(weights.is_quantized(name) for name, _ in self._stored())
+        """Whether the checkpoint has it quantized, and it is to stay so; all or none of it is."""
+        return self.piece is None and any(weights.is_quantized(name) for name, _ in self._stored())
 
     def expect(self, weights: Weights) -> None:
         """Count the tensors as taken, without reading them. Raises ModelError as taking them would."""
+        if self.piece is not None:
+            weights.expect_matrix(self.piece.stored, self.piece.shape)
+            return
         for name, shape in self._shapes().items():
             weights.expect_matrix(name, shape)
         for name, bias_shape in self._bias_shapes().items():
@@ -89,8 +129,8 @@ def split(matrices: Sequence[Tensor | GroupedMatrix]) -> tuple[list[Tensor], lis
 class WeightSource(Protocol):
     """Gives each weight once, in the compute dtype. Raises ModelError when a tensor is missing or shaped otherwise."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A small tensor, such as a norm's."""
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A small tensor, such as a norm's; in `dtype` if it is not to be in the compute dtype."""
         ...
 
     def pack(self, projection: Projection) -> Any:
@@ -105,8 +145,8 @@ class DirectSource:
         self._kernels = kernels
         self._weights = weights
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._weights.take(name, shape).to(self._kernels.device)
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return self._weights.take(name, shape, dtype).to(self._kernels.device)
 
     def pack(self, projection: Projection) -> Any:
         matrices, biases = projection.matrices(self._weights), projection.biases(self._weights)
@@ -125,8 +165,8 @@ class NotedSource:
         self._source = source
         self.packed_bytes: dict[Projection, int] = {}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._source.take(name, shape)
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return self._source.take(name, shape, dtype)
 
     def pack(self, projection: Projection) -> Any:
         weight = self._source.pack(projection)

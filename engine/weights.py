@@ -27,6 +27,8 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 _FLOATS = ("F32", "F16", "BF16")
+_KEPT = ".e_score_correction_bias"
+"""Tensors of such names stay as they are stored: who is routed where may hang on their last bits."""
 _COMPUTE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -71,13 +73,15 @@ class Weights:
         stored = sum(entry.num_bytes for name, entry in self._entries.items() if name not in dense)
         return _num_bytes(dense, self.dtype) + stored
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """The tensor `name` of this `shape`. Raises ModelError when it is missing or shaped otherwise.
+
+        In `dtype`, or else in the compute dtype.
 
         "lm_head.weight" is the output matrix of an untied model, wherever it is.
         """
         stored = self._files.tensor(self.expect(name, shape))
-        return (stored if self._shard is None else self._shard.cut(name, shape).of(stored)).to(self.dtype)
+        return (stored if self._shard is None else self._shard.cut(name, shape).of(stored)).to(dtype or self.dtype)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | GroupedMatrix:
         """The weight of the module `name`, as `take` or as the checkpoint has it quantized. Raises ModelError."""
@@ -136,13 +140,18 @@ class Weights:
         self._taken.add(full_name)
         return entry
 
-    def finish(self) -> None:
-        """Raise ModelError when the text model has tensors that nothing took: the result would be wrong."""
+    def finish(self, unserved_layers: range = range(0)) -> None:
+        """Raise ModelError when the text model has tensors that nothing took: the result would be wrong.
+
+        Those of `unserved_layers` may be there: they come after the model's own, to guess tokens further on.
+        """
+        guessing = tuple(f"{self._prefix}layers.{layer}." for layer in unserved_layers)
         unused = sorted(
             name
             for name in self._entries
             if name.startswith(self._prefix) and name not in self._taken and not name.endswith("rotary_emb.inv_freq")
         )
+        unused = [name for name in unused if not name.startswith(guessing)]
         unused = [name for name in unused if not name.endswith("lm_head.weight")]  # present in some tied models
         foreign = ("vision", "multi_modal", "audio") if self._prefix != "model.language_model." else ()
         unused = [name for name in unused if not name.removeprefix(self._prefix).startswith(foreign)]
@@ -170,8 +179,10 @@ def open_weights(
     """Map the weights of a model directory in `dtype`. Raises ModelError."""
     directory = Path(path)
     entries = _find_floats(directory)
-    if any(entry.dtype != _COMPUTE_NAMES[dtype] for entry in entries.values()):
-        entries = _converted(directory, entries, dtype, progress, cache_dir or default_cache_dir())
+    kept = {name: entry for name, entry in entries.items() if name.endswith(_KEPT)}
+    others = {name: entry for name, entry in entries.items() if name not in kept}
+    if any(entry.dtype != _COMPUTE_NAMES[dtype] for entry in others.values()):
+        entries = _converted(directory, others, dtype, progress, cache_dir or default_cache_dir()) | kept
     elif progress is not None:
         total = _num_bytes(entries, dtype)
         progress(total, total)

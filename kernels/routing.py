@@ -8,6 +8,7 @@ expert of the lower number, and its results are summed in the order of their pro
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -50,16 +51,70 @@ class Routing:
         return total.to(results.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupLimit:
+    """Of `num_groups` equal groups of experts a row uses the best `most`; a group's score sums its `best` highest."""
+
+    num_groups: int
+    most: int
+    best: int
+
+    def of(self, scores: Tensor) -> Tensor:
+        """The scores, -inf outside each row's groups. Equal groups go by the lower number. [T, num_experts]."""
+        grouped = scores.view(scores.shape[0], self.num_groups, -1)
+        highest = grouped.sort(dim=-1, descending=True).values
+        of_group = highest[..., 0].clone()
+        for rank in range(1, self.best):
+            of_group += highest[..., rank]
+        groups = of_group.sort(dim=-1, descending=True, stable=True).indices[:, : self.most]
+        outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, groups, False)
+        return grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)
+
+
+def route_scored(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: Literal["softmax", "sigmoid"],
+    bias: Tensor | None,
+    limit: GroupLimit | None,
+    normalize: bool,
+    scale: float,
+) -> Routing:
+    """DeepSeek's: the `top_k` experts of the highest score + bias, among the row's groups; weights score · scale.
+
+    `bias` float32 [num_experts] takes part in the choice alone; `normalize` divides by the sum of the chosen ones'
+    scores before scaling. logits float32 [T, num_experts].
+    """
+    scores = _softmax(logits) if scoring == "softmax" else 1.0 / (torch.exp(-logits) + 1.0)
+    ranking = scores if bias is None else scores + bias
+    ranking = ranking if limit is None else limit.of(ranking)
+    experts = ranking.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    values = scores.gather(1, experts)
+    if normalize:
+        values = values / (_sum_of_ranks(values) + 1e-20)
+    return Routing(experts, values * scale)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    powers = torch.exp(logits - logits.amax(-1, keepdim=True))
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def _sum_of_ranks(values: Tensor) -> Tensor:
+    """[T, top_k] -> [T, 1], from the first to the last."""
+    total = values[:, :1].clone()
+    for rank in range(1, values.shape[1]):
+        total += values[:, rank : rank + 1]
+    return total
+
+
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> Routing:
     """The `top_k` likeliest experts of each row and their weights. logits float32 [T, num_experts]."""
-    powers = torch.exp(logits - logits.amax(-1, keepdim=True))
-    probabilities = powers / powers.sum(-1, keepdim=True)
+    probabilities = _softmax(logits)
     # Not topk, which takes any of those that are equal.
     values, experts = probabilities.sort(dim=-1, descending=True, stable=True)
     values, experts = values[:, :top_k].contiguous(), experts[:, :top_k].contiguous()
     if normalize:
-        total = values[:, :1].clone()
-        for rank in range(1, top_k):
-            total += values[:, rank : rank + 1]
-        values = values / total
+        values = values / _sum_of_ranks(values)
     return Routing(experts, values)

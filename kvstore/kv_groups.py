@@ -27,6 +27,8 @@ class KvGroup:
 
     layers: tuple[int, ...]
     window: int | None = None
+    latent: bool = False
+    """Its blocks have latents, not keys and values."""
 
     def first_seen(self, position: int) -> int:
         """The first position that the token at `position`, or any later one, sees."""
@@ -78,7 +80,7 @@ class KvGroups:
     def layout(self) -> str:
         """Names the groups in the root of the block keys; a plain group's name has no layer numbers."""
         if self.is_plain:
-            return f"0:full:{len(self.groups[0].layers)}"
+            return f"0:{'latent' if self.groups[0].latent else 'full'}:{len(self.groups[0].layers)}"
         return ";".join(
             f"{i}:{'full' if group.window is None else f'sliding{group.window}'}:{','.join(map(str, group.layers))}"
             for i, group in enumerate(self.groups)
@@ -154,8 +156,12 @@ def sliding_windows(windows: Sequence[int | None], longest: int) -> tuple[int | 
     return tuple(None if window is None or window >= longest else window for window in windows)
 
 
-def plan_groups(windows: Sequence[int | None], *, block_size: int, max_chunk: int, one: bool = False) -> KvGroups:
+def plan_groups(
+    windows: Sequence[int | None], *, block_size: int, max_chunk: int, one: bool = False, latent: bool = False
+) -> KvGroups:
     """The groups of a model whose layers have these windows; `one`: a single group that keeps everything.
+
+    `latent`: of a model whose layers all keep latents, and everything.
 
     A window smaller than a block counts as a block. So the first block that a sequence holds of a group has no row
     behind the sequence's end: the kernels read it in the place of those before it, and its values must be numbers.
@@ -165,7 +171,7 @@ def plan_groups(windows: Sequence[int | None], *, block_size: int, max_chunk: in
     sequence holds.
     """
     if one or not any(windows):
-        return KvGroups((KvGroup(tuple(range(len(windows)))),), block_size, max_chunk)
+        return KvGroups((KvGroup(tuple(range(len(windows))), latent=latent),), block_size, max_chunk)
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
         kinds.setdefault(None if window is None else max(window, block_size), []).append(layer)

@@ -134,7 +134,57 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
     },
-}
+    "deepseek_v2": {  # as V2-Lite: no latent of the queries, softmax, the best experts of all
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 2,
+        "hidden_act": "silu",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 40,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": {
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "hidden_act": "silu",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 40,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
 
 
@@ -149,7 +199,10 @@ def make_tiny_model(
     _write_json(directory / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad})
     weights = tiny_weights(config, seed=seed)
     save_file(
-        {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()},
+        {
+            name: tensor if name.endswith("e_score_correction_bias") else tensor.to(getattr(torch, dtype))
+            for name, tensor in weights.items()
+        },
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -185,15 +238,50 @@ def tiny_weights(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
     # stream; the last norm then brings the logits back to a standard deviation of about 3.
     small = 0.04 if gemma else 0.1
     matrix("model.embed_tokens.weight", vocab, hidden, small if tied else 1.0)
+
+    def latent_attention(prefix: str) -> None:
+        """As V2 and V3 name it; norms far from 1, so that one that is left out shows."""
+        rank, latent, rope = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+        keys, values = config["qk_nope_head_dim"], config["v_head_dim"]
+        if rank is None:
+            matrix(f"{prefix}q_proj.weight", heads * (keys + rope), hidden, 1.5 / 8)
+        else:
+            matrix(f"{prefix}q_a_proj.weight", rank, hidden)
+            norm(f"{prefix}q_a_layernorm.weight", rank, mean=1.2)
+            matrix(f"{prefix}q_b_proj.weight", heads * (keys + rope), rank, 1.5 * rank**-0.5)
+        matrix(f"{prefix}kv_a_proj_with_mqa.weight", latent + rope, hidden)
+        norm(f"{prefix}kv_a_layernorm.weight", latent, mean=1.2)
+        matrix(f"{prefix}kv_b_proj.weight", heads * (keys + values), latent)
+        matrix(f"{prefix}o_proj.weight", hidden, heads * values, 1.5 * (heads * values) ** -0.5)
+        if config.get("attention_bias"):
+            names = {"kv_a_proj_with_mqa": latent + rope, "o_proj": hidden} | ({"q_a_proj": rank} if rank else {})
+            for name, size in names.items():
+                weights[f"{prefix}{name}.bias"] = torch.randn(size, generator=generator) * 0.5
+
+    def deepseek_experts(prefix: str) -> None:
+        size, count = config["moe_intermediate_size"], config["n_routed_experts"]
+        matrix(f"{prefix}gate.weight", count, hidden, 2 * hidden**-0.5)
+        if config["model_type"] == "deepseek_v3":
+            weights[f"{prefix}gate.e_score_correction_bias"] = torch.randn(count, generator=generator) * 0.1
+        for name, ffn_size in (
+            *((f"{prefix}experts.{expert}", size) for expert in range(count)),
+            (f"{prefix}shared_experts", size * config["n_shared_experts"]),
+        ):
+            gated_mlp((f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"), ffn_size)
+
+    deepseek = config["model_type"].startswith("deepseek")
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for part, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        if deepseek:
+            latent_attention(f"{prefix}self_attn.")
+        for part, rows in () if deepseek else (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             # Sharp attention (logits of std ~2) makes the text depend on the history, not on the last token alone.
             matrix(f"{prefix}self_attn.{part}_proj.weight", rows * head_dim, hidden, (1.0 if part == "v" else 1.5) / 8)
             if config["model_type"] == "qwen2" or config.get("attention_bias"):
                 weights[f"{prefix}self_attn.{part}_proj.bias"] = torch.randn(rows * head_dim, generator=generator) * 0.5
-        matrix(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim, 1.5 * (heads * head_dim) ** -0.5)
-        if config.get("attention_bias"):
+        if not deepseek:
+            matrix(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim, 1.5 * (heads * head_dim) ** -0.5)
+        if config.get("attention_bias") and not deepseek:
             weights[f"{prefix}self_attn.o_proj.bias"] = torch.randn(hidden, generator=generator) * 0.5
         if gemma or config["model_type"] in ("qwen3", "qwen3_moe"):
             norm(f"{prefix}self_attn.q_norm.weight", head_dim)
@@ -203,6 +291,8 @@ def tiny_weights(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
             for expert in range(config["num_local_experts"]):
                 name = f"{prefix}block_sparse_moe.experts.{expert}"
                 gated_mlp((f"{name}.w1", f"{name}.w3", f"{name}.w2"), ffn)
+        elif deepseek and layer >= config["first_k_dense_replace"]:
+            deepseek_experts(f"{prefix}mlp.")
         elif config["model_type"] == "qwen3_moe" and is_sparse(config, layer):
             matrix(f"{prefix}mlp.gate.weight", config["num_experts"], hidden)
             for expert in range(config["num_experts"]):

@@ -69,7 +69,7 @@ def rows(device: torch.device) -> Iterator[Result]:
     source = RandomSource(kernels)
     model = llama.build(config, kernels, source)
     batch, context, chunk, repeats = (2, 20, 32, 1) if is_dry else (64, 1024, 2048, 4)
-    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, 16, config.dtype)
+    layout = KvLayout.of(config, 16)
     blocks_per_sequence = -(-max(context + STEPS, chunk) // 16)
     memory = KvMemory(layout, batch * blocks_per_sequence, "private", device)
     tables = torch.randperm(memory.num_blocks).view(batch, -1).tolist()

@@ -47,7 +47,7 @@ class RealRun:
         if not model.exists():
             make_tiny_model("llama", model, max_position_embeddings=8192)
         config = load_model_config(model)
-        layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, config.dtype)
+        layout = KvLayout.of(config, BLOCK)
         pool = self.workload.blocks_per_worker(NUM_PREFILL) * layout.block_bytes
         longest = self.workload.system_tokens + self.workload.num_turns * (
             self.workload.question_tokens + self.workload.answer_tokens

@@ -68,9 +68,7 @@ def load_draft(
     except ModelError as error:
         raise EngineError(f"{_FIELD}: {error}") from error
     kv_format = KV_FORMATS[options.kv_cache_dtype]
-    layout = KvLayout(
-        config.num_layers, config.num_kv_heads, config.head_dim, options.block_size, config.dtype, kv_format
-    )
+    layout = KvLayout.of(config, options.block_size, kv_format=kv_format)
     cost = model.num_bytes_read / target.model.num_bytes_read
     logger.info("draft model %s: a token reads %.0f%% of the bytes that the served model's does", path, 100 * cost)
     return LoadedDraft(model, layout, cost)

@@ -81,7 +81,7 @@ class Decoder:
         of_experts = 1.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
         return int(
             sum(
-                size * (1.0 if projection.adaptable else of_experts)
+                size * (of_experts if projection.routed else 1.0)
                 for projection, size in self.packed_bytes.items()
                 if projection.names != EMBEDDING or config.tie_word_embeddings
             )
@@ -89,7 +89,7 @@ class Decoder:
 
     @property
     def adaptable(self) -> tuple[Projection, ...]:
-        """What adapters may change: every projection but experts', and the head also where it is the embedding."""
+        """What adapters may change: all but experts and what is absorbed; the head also where it is the embedding."""
         projections = tuple(each for each in self.packed_bytes if each.adaptable)
         if any(each.names == HEAD for each in projections):
             return projections

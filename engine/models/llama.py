@@ -4,6 +4,7 @@ from torch import Tensor
 
 from engine.kernel_set import ModelKernels
 from engine.layers import Attention, GatedMlp, RmsNorm, StepContext
+from engine.mla import LatentAttention
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.moe import ExpertsMlp
@@ -11,14 +12,18 @@ from engine.weight_source import WeightSource
 
 
 class LlamaBlock:
-    """x += attention(norm(x)); x += mlp(norm(x)), an MLP of experts where the config has them."""
+    """x += attention(norm(x)); x += mlp(norm(x)), latent attention and an MLP of experts where the config has them."""
 
     def __init__(self, config: ModelConfig, kernels: ModelKernels, weights: WeightSource, layer: int) -> None:
         prefix = f"layers.{layer}"
         self.input_norm = RmsNorm(kernels, weights, f"{prefix}.input_layernorm", config.hidden_size, config)
-        self.attention = Attention(kernels, weights, f"{prefix}.self_attn", layer, config)
+        name, mla, moe = f"{prefix}.self_attn", config.mla, config.moe
+        self.attention = (
+            Attention(kernels, weights, name, layer, config)
+            if mla is None
+            else LatentAttention(kernels, weights, name, layer, config, mla)
+        )
         self.mlp_norm = RmsNorm(kernels, weights, f"{prefix}.post_attention_layernorm", config.hidden_size, config)
-        moe = config.moe
         self.mlp = (
             ExpertsMlp(kernels, weights, f"{prefix}.mlp", config, moe)
             if moe is not None and moe.layers[layer]

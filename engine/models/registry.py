@@ -6,7 +6,7 @@ from pathlib import Path
 from engine.cache_dir import default_cache_dir
 from engine.kernel_set import ModelKernels
 from engine.model_config import ModelConfig, ModelError
-from engine.models import gemma3, llama, mixtral, phi3, qwen2, qwen3
+from engine.models import deepseek, gemma3, llama, mixtral, phi3, qwen2, qwen3
 from engine.models.decoder import Decoder
 from engine.packed_weights import build_packed, build_private
 from engine.weight_source import DirectSource, NotedSource, WeightSource
@@ -21,6 +21,8 @@ FAMILIES: Mapping[str, Callable[[ModelConfig, ModelKernels, WeightSource], Decod
     "mixtral": mixtral.build,
     "qwen3_moe": mixtral.build,
     "phi3": phi3.build,
+    "deepseek_v2": deepseek.build,
+    "deepseek_v3": deepseek.build,
 }
 
 
@@ -76,5 +78,5 @@ def load_model(
     else:
         weights = map_weights(config.path, config.dtype, config.quantization, config.shard)
     model = build(DirectSource(kernels, weights))
-    weights.finish()
+    weights.finish(config.unserved_layers)
     return model

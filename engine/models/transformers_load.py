@@ -118,7 +118,7 @@ def _prove(model: TransformersModel, expected: Tensor) -> None:
     config = model.config
     first, second = (_prompt(config, seed) for seed in (1, 2))
     length = len(first)
-    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, config.dtype)
+    layout = KvLayout.of(config, _BLOCK_SIZE)
     memory = KvMemory(layout, _NUM_BLOCKS)
     blocks = list(range(_NUM_BLOCKS))
     alone = _logits(model, memory, [(first, 0, blocks[:8])])

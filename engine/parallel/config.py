@@ -42,6 +42,11 @@ def check_parallel(options: EngineOptions) -> None:
             f"{config.path}: tensor_parallel_size = {size} is not supported with model_impl = transformers: "
             "its module knows no shards"
         )
+    if config.mla is not None:
+        raise ModelError(
+            f"{config.path}: tensor_parallel_size = {size} is not supported with latent attention "
+            f"({config.architecture}): all its heads read one latent, which can't be cut by heads yet"
+        )
     if config.quantization is not None:
         raise ModelError(
             f"{config.path}: tensor_parallel_size = {size} is not supported with quantized checkpoints "

@@ -60,9 +60,7 @@ def block_bytes(model: Path, block_size: int, kv_cache_dtype: str = "auto") -> i
 
     config = load_model_config(str(model), dtype="float32")
     form = KV_FORMATS[kv_cache_dtype]
-    return KvLayout(
-        config.num_layers, config.num_kv_heads, config.head_dim, block_size, torch.float32, form
-    ).block_bytes
+    return KvLayout.of(config, block_size, kv_format=form).block_bytes
 
 
 @dataclass

@@ -75,7 +75,7 @@ class TinyModel:
         self.model = load(self.config, load_kernel_set(kernels, threads))
         per_sequence = -(-max_tokens // block_size)
         config = self.config
-        layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, config.dtype)
+        layout = KvLayout.of(config, block_size)
         self.memory = KvMemory(layout, per_sequence * num_sequences)
         order = torch.randperm(self.memory.num_blocks, generator=torch.Generator().manual_seed(block_size)).tolist()
         self._free = [order[i * per_sequence : (i + 1) * per_sequence] for i in range(num_sequences)]
