@@ -189,8 +189,8 @@ def layer_views(
             return own
         return QuantizedCells.view(layout.kv_format, own, layout.block_size, layout.head_dim, keys=which == 0)
 
-    second = 0 if layout.latent else 1
-    views = [(cells(layer, 0), cells(layer, second)) for layer in range(layout.num_layers)]
+    firsts = [cells(layer, 0) for layer in range(layout.num_layers)]
+    views = [(first, first if layout.latent else cells(layer, 1)) for layer, first in enumerate(firsts)]
     own = () if groups is None else groups.groups
     num_layers = sum(len(group.layers) for group in own) or layout.num_layers
     places = [

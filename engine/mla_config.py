@@ -37,8 +37,6 @@ class MlaConfig:
         """From transformers' config. Raises ValueError naming the field at fault."""
         rank = None if text.q_lora_rank is None else _size(text, "q_lora_rank")
         rope_dim, latent_dim = _size(text, "qk_rope_head_dim"), _size(text, "kv_lora_rank")
-        if rope_dim % 2:
-            raise ValueError(f"qk_rope_head_dim is {rope_dim}; it must be even")
         if latent_dim + rope_dim > _MAX_CELL_DIM:
             raise ValueError(
                 f"kv_lora_rank + qk_rope_head_dim is {latent_dim} + {rope_dim}; it must be at most {_MAX_CELL_DIM}"

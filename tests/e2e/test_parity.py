@@ -40,6 +40,8 @@ LATER = [
     ("qwen3_moe", 4, 12, "shm_vm"),
     ("phi3", 16, 12, "auto"),
     ("gpt2", 16, 12, "grpc"),
+    ("deepseek_v2", 16, 12, "shm_vm"),
+    ("deepseek_v3", 4, 64, "grpc"),
 ]
 NIGHTLY = [pytest.param(setup, marks=pytest.mark.nightly) for setup in (*ALL, *LATER, *NIXL) if setup not in SETUPS]
 

@@ -57,6 +57,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 13,
         "rope_scaling": LONGROPE,
     },
+    "deepseek_v2": {"seed": 1},
+    "deepseek_v2: latent of the queries, groups of experts, biases": {
+        "seed": 4,
+        "q_lora_rank": 24,
+        "attention_bias": True,
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_scaling": None,
+        "num_hidden_layers": 3,
+    },
+    "deepseek_v3": {"seed": 2},
+    "deepseek_v3: every group, halves rotated, no latent of the queries": {
+        "seed": 0,
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 0,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale_all_dim": 1.0},
+    },
     "gemma3: final soft cap": {"seed": 0, "final_logit_softcapping": 10.0},
 }
 PLACES = [(4, 3), (16, 5), (4, 64), (16, 33)]
@@ -69,7 +92,7 @@ def make(tiny_model: Tiny, name: str) -> Path:
     return tiny_model(name.split(":")[0], **MODELS[name])
 
 
-LATER = ("mixtral", "qwen3_moe", "phi3")
+LATER = ("mixtral", "qwen3_moe", "phi3", "deepseek_v2", "deepseek_v3")
 
 
 def is_nightly(name: str, kernels: str) -> bool:

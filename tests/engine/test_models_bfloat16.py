@@ -8,7 +8,8 @@ import torch
 
 from tests.engine.model_harness import KERNELS, TinyModel, hugging_face, hugging_face_logits, random_prompt
 
-LATER = [pytest.param(family, marks=pytest.mark.nightly) for family in ("mixtral", "qwen3_moe", "phi3", "gpt2")]
+NAMES = ("mixtral", "qwen3_moe", "phi3", "gpt2", "deepseek_v2", "deepseek_v3")
+LATER = [pytest.param(family, marks=pytest.mark.nightly) for family in NAMES]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

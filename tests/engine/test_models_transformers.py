@@ -222,7 +222,7 @@ def test_attention_that_is_refused(tmp_path: Path) -> None:
     for model_type, values, message in REFUSED_ATTENTION:
         path = make(model_type, tmp_path / model_type, **values)
         with pytest.raises(ModelError, match=message):
-            TinyModel(path)
+            TinyModel(path, model_impl="transformers")
 
 
 def test_a_module_that_does_something_else_is_found_out(
