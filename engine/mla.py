@@ -22,6 +22,7 @@ from engine.model_config import ModelConfig
 from engine.weight_source import Piece, Projection, WeightSource
 from kernels.kv_cells import store_rows
 from kernels.latent import rotate_pairs, unrotate_values
+from kernels.products import Product
 
 _NORM_EPS = 1e-6  # of the latents' norms, whatever the model's is
 
@@ -70,15 +71,20 @@ class LatentAttention:
         store_rows(cells, cell[:, None], step.batch.of_group(group))
         absorbed = x.new_empty(x.shape[0], heads, mla.cell_dim)
         absorbed[..., mla.latent_dim :] = turned[:, :heads]
-        for head, weight in enumerate(self.to_latent):
-            absorbed[:, head, : mla.latent_dim] = linear(queries[:, head, : mla.key_dim], weight)
+        self._kernels.linear_each(
+            [
+                Product(queries[:, head, : mla.key_dim], weight, absorbed[:, head, : mla.latent_dim])
+                for head, weight in enumerate(self.to_latent)
+            ]
+        )
         plan = step.plans[group, None]
         scale, cap = self._config.attention_scale, self._config.attention_cap
         attended = self._kernels.paged_attention(absorbed, cells, cells, plan, scale=scale, cap=cap)
         latents = unrotate_values(attended, cells)[..., : mla.latent_dim]
         values = x.new_empty(x.shape[0], heads, mla.value_dim)
-        for head, weight in enumerate(self.to_values):
-            values[:, head] = linear(latents[:, head], weight)
+        self._kernels.linear_each(
+            [Product(latents[:, head], weight, values[:, head]) for head, weight in enumerate(self.to_values)]
+        )
         return self.o(values.view(x.shape[0], -1), step, residual)
 
     def _queries(self, x: Tensor, step: StepContext) -> Tensor:

@@ -8,6 +8,7 @@ from engine.layers import GatedMlp, StepContext
 from engine.model_config import ModelConfig
 from engine.moe_config import MoeConfig
 from engine.weight_source import Projection, WeightSource
+from kernels.products import Product
 from kernels.routing import Routing, route, route_scored
 
 
@@ -46,12 +47,17 @@ class ExpertsMlp:
     def __call__(self, x: Tensor, step: StepContext, residual: Tensor | None = None) -> Tensor:
         moe = self._moe
         routing = self._route(x)
-        results = x.new_empty(x.shape[0] * moe.top_k, x.shape[1])
-        for group in routing.groups(moe.num_experts):
-            gate_up, down = self._experts[group.expert]
-            activated = self._kernels.gated_linear(x[group.rows], gate_up, self._activation)
-            results[group.places] = self._kernels.linear(activated, down)
-        y = routing.combine(results)
+        by_expert = routing.sort(moe.num_experts)
+        rows = x.index_select(0, by_expert.rows)
+        activated, results = rows.new_empty(len(rows), moe.intermediate_size), torch.empty_like(rows)
+        ups, downs = [], []
+        for expert, start, end in by_expert.spans:
+            gate_up, down = self._experts[expert]
+            ups.append(Product(rows[start:end], gate_up, activated[start:end]))
+            downs.append(Product(activated[start:end], down, results[start:end]))
+        self._kernels.linear_each(ups, self._activation)
+        self._kernels.linear_each(downs)
+        y = self._kernels.combine(results, routing.weights, by_expert.places)
         if step.group is not None:
             y = step.group.sum(y.float()).to(x.dtype)
         if self._shared is not None:

@@ -15,6 +15,8 @@ from kernels.int8 import Quantization
 from kernels.kv_cells import Cells
 from kernels.lora import Lora, add_to_embedding
 from kernels.paged import AttentionPlan, PagedBatch, plan_attention
+from kernels.products import Product, one_by_one
+from kernels.routing import combine
 
 
 class KernelSet(Protocol):
@@ -86,6 +88,7 @@ class PlainKernels:
         self.router_logits = ops.logits  # of a stored matrix, never quantized
         self.paged_attention = ops.paged_attention
         self.plan_attention = plan_attention
+        self.combine = combine
 
     def pack(self, *weights: Tensor, biases: Sequence[Tensor] = (), gated: bool = False) -> PlainWeight:
         """Only kept together, nothing is copied; or quantized, with a ValueError for what has no int8 form."""
@@ -124,6 +127,12 @@ class PlainKernels:
         if activation == "silu":
             return self._ops.silu_and_mul(gate, up)
         return self._ops.gelu_tanh_and_mul(gate, up)
+
+    def linear_each(self, products: Sequence[Product], activation: Activation | None = None) -> None:
+        """Each product into its place."""
+        one_by_one(
+            products, lambda x, w: self.linear(x, w) if activation is None else self.gated_linear(x, w, activation)
+        )
 
     def logits(self, x: Tensor, weight: PlainWeight, *, lora: Lora | None = None) -> Tensor:
         """y = x Wᵀ in float32. x [M, K] -> [M, V]."""

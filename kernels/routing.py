@@ -15,11 +15,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The rows of one expert. `places` int64 [M]: each one's place in the results [T * top_k, …]."""
+class Sorted:
+    """A batch's rows by expert: `rows` int64 [T * top_k], each one's row in the batch, in its order within an expert.
 
-    expert: int
+    `spans` has an expert and where its rows begin and end, for each that has any. `places` int64 [T, top_k]: where a
+    row's own are among `rows`.
+    """
+
     rows: Tensor
+    spans: tuple[tuple[int, int, int], ...]
     places: Tensor
 
 
@@ -30,25 +34,30 @@ class Routing:
     experts: Tensor
     weights: Tensor
 
-    def groups(self, num_experts: int) -> list[Group]:
-        """The experts that have rows, by number; each one's rows are in the batch's order."""
+    def sort(self, num_experts: int) -> Sorted:
+        """By number of expert."""
         flat = self.experts.flatten()
         order = flat.argsort(stable=True)
-        rows = order // self.experts.shape[1]
-        groups, start = [], 0
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        spans, start = [], 0
         for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
             if count:
-                groups.append(Group(expert, rows[start : start + count], order[start : start + count]))
+                spans.append((expert, start, start + count))
             start += count
-        return groups
+        return Sorted(order // self.experts.shape[1], tuple(spans), places.view_as(self.experts))
 
-    def combine(self, results: Tensor) -> Tensor:
-        """Each row's results, weighted and summed in float32, rounded once. results [T * top_k, H] -> [T, H]."""
-        by_row = results.view(*self.experts.shape, -1)
-        total = by_row[:, 0].float() * self.weights[:, :1]
-        for rank in range(1, self.experts.shape[1]):
-            total += by_row[:, rank].float() * self.weights[:, rank : rank + 1]
-        return total.to(results.dtype)
+
+def combine(results: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """Each row's results, weighted and summed in float32 in the order of its experts, rounded once.
+
+    results [T * top_k, H] by expert, weights float32 and `places` [T, top_k] -> [T, H].
+    """
+    by_row = results.index_select(0, places.flatten()).view(*places.shape, -1)
+    total = by_row[:, 0].float() * weights[:, :1]
+    for rank in range(1, places.shape[1]):
+        total += by_row[:, rank].float() * weights[:, rank : rank + 1]
+    return total.to(results.dtype)
 
 
 @dataclass(frozen=True, slots=True)

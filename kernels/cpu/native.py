@@ -27,6 +27,7 @@ from kernels.int8 import Quantization
 from kernels.kv_cells import Cells, KvFormat
 from kernels.lora import Lora, add_to_embedding
 from kernels.paged import AttentionPlan, PagedBatch
+from kernels.products import Product, one_by_one
 
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 _CELL_FORMATS: dict[KvFormat, int] = {"int8": 1, "fp8_e4m3": 2}
@@ -104,6 +105,33 @@ class NativeKernels:
         both = self._linear(x, as_strips(weight), None, 0, torch.float32)
         add_lora(self._ops, both, x, lora, strips=True)
         return activate_strips(self._ops, both, weight.num_out, _ACTIVATIONS[activation], x.dtype)
+
+    def linear_each(self, products: Sequence[Product], activation: Literal["silu", "gelu_tanh"] | None = None) -> None:
+        """Each product into its place; plain weights' all in one call, to the bits of a call of its own each."""
+        code = 0 if activation is None else _ACTIVATIONS[activation]
+        if not _go_together(products, gated=activation is not None):
+            one_by_one(products, lambda x, weight: self._linear(x, weight, None, code, x.dtype))
+            return
+        table = [
+            (
+                *(each.x.data_ptr(), each.x.stride(0), each.weight.data.data_ptr(), _address(each.weight.bias)),
+                *(each.out.data_ptr(), each.out.stride(0), *each.out.shape, each.weight.num_in),
+            )
+            for each in products
+            if len(each.x)
+        ]
+        if table:
+            self._ops.linear_each(_code(products[0].x), table, code)
+
+    def combine(self, results: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        """`kernels.routing.combine`, to the bit. results [T * top_k, H], weights and places [T, top_k] -> [T, H]."""
+        results, weights, places = results.contiguous(), weights.contiguous(), places.contiguous()
+        out = torch.empty(places.shape[0], results.shape[1], dtype=results.dtype)
+        self._ops.combine(
+            *(_code(results), results.data_ptr(), weights.data_ptr(), places.data_ptr(), out.data_ptr()),
+            *(*places.shape, results.shape[1]),
+        )
+        return out
 
     def logits(self, x: Tensor, weight: Tensor | NativeWeight, *, lora: Lora | None = None) -> Tensor:
         """y = x Wᵀ in float32, not rounded before. x [M, K], W [V, K] -> [M, V]."""
@@ -342,6 +370,23 @@ class NativeKernels:
             kept = (weakref.ref(weight, lambda _: self._packed.pop(key, None)), made)
             self._packed[key] = kept
         return kept[1]
+
+
+def _go_together(products: Sequence[Product], *, gated: bool) -> bool:
+    """Whether all weights are plain ones of one dtype, and all rows whole tiles deep: nothing has to be padded."""
+    dtypes = {each.x.dtype for each in products}
+    return len(dtypes) == 1 and all(
+        isinstance(each.weight, PackedWeight)
+        and each.weight.scales is None
+        and each.weight.gated == gated
+        and each.weight.dtype in dtypes
+        and each.out.dtype in dtypes
+        and each.x.shape[1] == each.weight.num_in
+        and each.out.shape == (len(each.x), each.weight.num_out)
+        and each.x.stride(1) == each.out.stride(1) == 1
+        and not each.weight.num_in * each.x.element_size() % packed.DEPTH_BYTES
+        for each in products
+    )
 
 
 def _place(cells: Cells) -> tuple[int, int, int]:

@@ -18,6 +18,8 @@ from kernels.grouped import GroupedMatrix
 from kernels.kv_cells import Cells, QuantizedCells
 from kernels.lora import Lora
 from kernels.paged import PagedBatch
+from kernels.products import Product, one_by_one
+from kernels.routing import combine
 from kernels.triton import gated_activation, kv_write, rms_norm
 from kernels.triton.attention_shapes import decode_rows
 from kernels.triton.decode_attention import decode_attention
@@ -128,6 +130,16 @@ class TritonKernels:
         gate, up = linear(x, weight.matrix, weight.bias).chunk(2, dim=1)
         activate = gated_activation.silu_and_mul if activation == "silu" else gated_activation.gelu_tanh_and_mul
         return activate(gate, up)
+
+    def linear_each(self, products: Sequence[Product], activation: Literal["silu", "gelu_tanh"] | None = None) -> None:
+        """Each product into its place."""
+        one_by_one(
+            products, lambda x, w: self.linear(x, w) if activation is None else self.gated_linear(x, w, activation)
+        )
+
+    def combine(self, results: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        """See `kernels.routing`."""
+        return combine(results, weights, places)
 
     def logits(self, x: Tensor, weight: TritonWeight, *, lora: Lora | None = None) -> Tensor:
         """y = x Wᵀ in float32. x [M, K] -> [M, V]."""

@@ -32,7 +32,22 @@ struct LinearArgs {
   const float* x_scales;  // x int8 too: of each row, null: x is of the result's type
 };
 
-// The same over a weight of 4 or 8 bit numbers with scales for each `group` of k (grouped.h).
+// `count` such products of one kind (linear_each.h); k is whole tiles deep in all of them.
+struct LinearEachArgs {
+  const LinearArgs* each;
+  int64_t count;
+};
+
+// out[row] = the sum over top_k of weights[row, r] * results[places[row, r]] (combine.h). Rows of `size`, side by side.
+struct CombineArgs {
+  const void* results;
+  const float* weights;   // [num_rows, top_k]
+  const int64_t* places;  // the same
+  void* out;
+  int64_t num_rows, top_k, size;
+};
+
+// `linear` over a weight of 4 or 8 bit numbers with scales for each `group` of k (grouped.h).
 struct GroupedArgs {
   LinearArgs linear;
   int numbers;

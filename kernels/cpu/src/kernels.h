@@ -25,6 +25,8 @@ struct OpsOfType {
   Op<GroupedArgs> linear_grouped;
   Op<GroupSumsArgs> group_sums;
   Op<GroupedEmbeddingArgs> embedding_grouped;
+  Op<LinearEachArgs> linear_each;
+  Op<CombineArgs> combine;
 };
 
 struct Kernels {

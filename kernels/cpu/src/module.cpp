@@ -254,6 +254,26 @@ void lora(int dtype, Address x, int64_t x_stride, Address y, int64_t y_stride, b
   run(ops(dtype).lora, args, num_blocks > 1 && num_rows * (k * num_parts + b_width) >= SMALL / 8);
 }
 
+// `products`: for each x, x_stride, weight, bias, out, out_stride, m, n_out, k (whole tiles deep).
+void linear_each(int dtype, const std::vector<std::vector<int64_t>>& products, int activation) {
+  std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
+  std::vector<LinearArgs> each;
+  int64_t work = 0;
+  for (const std::vector<int64_t>& p : products) {
+    if (p.size() != 9) throw std::invalid_argument("a product is 9 numbers");
+    each.push_back(LinearArgs{at(p[0]), at<char>(p[2]), at<float>(p[3]), nullptr, at(p[4]), p[6], p[7], p[8], p[1], 0, p[5],
+                              activation, false, nullptr, nullptr});
+    work += p[6] * p[7] * p[8];
+  }
+  run(ops(dtype).linear_each, LinearEachArgs{each.data(), static_cast<int64_t>(each.size())}, work >= SMALL);
+}
+
+void combine(int dtype, Address results, Address weights, Address places, Address out, int64_t num_rows, int64_t top_k,
+             int64_t size) {
+  const CombineArgs args{at(results), at<float>(weights), at<int64_t>(places), at(out), num_rows, top_k, size};
+  run(ops(dtype).combine, args, num_rows * top_k * size >= SMALL);
+}
+
 void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num_rows, Address packed, int64_t depth_blocks,
           int64_t first_strip, int64_t strip_step) {
   pack_rows(at<char>(rows), row_stride_bytes, row_bytes, num_rows, at<char>(packed), depth_blocks, first_strip, strip_step);
@@ -263,7 +283,7 @@ void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num
 
 NB_MODULE(pagewire_kernels_cpu, m) {
   m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
-  m.attr("ABI") = 4;
+  m.attr("ABI") = 5;
   m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
   m.def("use", &use, "pick the instruction set that the ops run on");
   m.def("configure", [](int num_threads, std::vector<int> cpus, int64_t spin_ns) {
@@ -286,4 +306,6 @@ NB_MODULE(pagewire_kernels_cpu, m) {
   m.def("embedding", &embedding, unlocked);
   m.def("gated_strips", &gated_strips, unlocked);
   m.def("lora", &lora, unlocked);
+  m.def("linear_each", &linear_each, unlocked);
+  m.def("combine", &combine, unlocked);
 }
