@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.kernel_set import load_kernel_set
 from engine.lora.checkpoint import modules_of, read_adapter
 from engine.lora.errors import AdapterError
+from engine.memory import KvLayout
 from engine.model_config import ModelError, load_model_config
 from engine.models.registry import load_model
 from engine.weights import open_weights, weights_digest
@@ -182,6 +183,54 @@ def test_layers_that_guess_tokens_further_on_are_left_alone(tiny_model: Tiny, tm
         else:
             with pytest.raises(ModelError, match=r"not part of this architecture: model\.layers\.3\.eh_proj"):
                 TinyModel(tmp_path)
+
+
+_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+_SIZES = {
+    "vocab_size": 102400, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    "hidden_act": "silu", "torch_dtype": "bfloat16", "rope_theta": 10000, "max_position_embeddings": 163840,
+}  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "V2-Lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "n_group": 1, "topk_group": 1,
+        "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+        "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "V3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_group": 8, "topk_group": 4,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 7168,
+        "q_lora_rank": 1536, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1, "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "Moonlight": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.446,
+        "num_nextn_predict_layers": 0, "rope_theta": 50000.0,
+    },
+}  # fmt: skip
+
+
+def test_published_configs(tmp_path: Path) -> None:
+    """What the hub's config.json say, and what the cache has of a token."""
+    expected = {
+        "V2-Lite": (27 * 576 * 2, 0.114721, None, range(27, 27)),
+        "V3": (61 * 576 * 2, 0.135234, GroupLimit(8, 4, 2), range(61, 62)),
+        "Moonlight": (27 * 576 * 2, 192**-0.5, None, range(27, 27)),
+    }
+    for name, values in PUBLISHED.items():
+        (tmp_path / "config.json").write_text(json.dumps(_SIZES | values))
+        config = load_model_config(tmp_path)
+        num_bytes, scale, limit, unserved = expected[name]
+        assert KvLayout.of(config, 16).block_bytes == 16 * num_bytes, name
+        assert config.attention_scale == pytest.approx(scale, rel=1e-5), name
+        assert config.moe is not None
+        assert config.moe.deepseek is not None
+        assert (config.moe.deepseek.limit, config.unserved_layers) == (limit, unserved), name
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
