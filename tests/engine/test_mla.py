@@ -25,6 +25,7 @@ from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
 from tests.decode_svc.harness import make_engine
 from tests.engine.model_harness import KERNELS, TinyModel, random_prompt
+from tests.quantized_checkpoints import gptq, quantized_copy
 from tests.tiny_adapters import make_adapter, merge
 
 Tiny = Callable[..., Path]
@@ -155,6 +156,16 @@ def test_absorbed_matrices_are_packed_once_and_mapped(tiny_model: Tiny, tmp_path
         assert torch.equal(run.logits(tokens), expected)
         files |= {file.stat().st_ino for file in (tmp_path / "packed").iterdir() if file.suffix != ".lock"}
     assert len(files) == 1
+
+
+@pytest.mark.parametrize("kernels", KERNELS[1:])
+def test_a_quantized_checkpoint_counts_as_what_it_stands_for(tiny_model: Tiny, tmp_path: Path, kernels: str) -> None:
+    """Also of the matrices that are cut by head, transposed and absorbed."""
+    recipe = gptq(group_size=-1, act_order=True, kept=("lm_head", "mlp.gate."))
+    quantized, dense = quantized_copy(tiny_model("deepseek_v2", seed=1), tmp_path, recipe)
+    tokens = random_prompt(20, seed=3)
+    expected, found = (TinyModel(path, kernels=kernels).logits(tokens) for path in (dense, quantized))
+    assert (found - expected).abs().max() < 1e-3
 
 
 def test_the_routers_bias_keeps_its_bits(tiny_model: Tiny, tmp_path: Path) -> None:
