@@ -74,8 +74,8 @@ def _read_deepseek(text: Any, family: str, num_experts: int, top_k: int, num_lay
     if frequency != 1:
         raise ValueError(f"moe_layer_freq is {frequency!r}; only 1 is supported")
     scoring: Scoring = "softmax" if family == "deepseek_v2" else "sigmoid"
-    method = getattr(text, "topk_method", None) or "noaux_tc"
     methods = ("greedy", "group_limited_greedy") if family == "deepseek_v2" else ("noaux_tc",)
+    method = getattr(text, "topk_method", methods[0])
     for name, value, supported in (
         ("topk_method", method, methods),
         ("scoring_func", getattr(text, "scoring_func", scoring), (scoring,)),
