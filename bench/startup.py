@@ -1,8 +1,8 @@
 """What `pagewire up` costs until it is ready and what it keeps in memory: `python -m bench.startup [--csv FILE]`.
 
 CPU seconds (user + system) of each process when the ready line comes: a busy machine changes them less than the time on
-the wall. Memory is PSS after a few prompts: a page that several processes map counts once, in parts. Mapped weights are
-shown apart from what a process has of its own, and both beside the goal (MB = 10^6 bytes):
+the wall. Memory is PSS after a few prompts, as if nothing else ran here: a page that several of its processes map
+counts once, in parts. Mapped weights are shown apart from what a process has of its own. The goal (MB = 10^6 bytes) is
 
     1.15 x the weights' bytes + 350 MB for each worker + 150 MB for the router        (KV pools not allowed for)
 """
@@ -12,7 +12,8 @@ import csv
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,18 +49,35 @@ def roles(parent: psutil.Process) -> dict[str, psutil.Process]:
     return found
 
 
-def pss(pid: int, weight_directories: Sequence[Path]) -> tuple[int, int]:
-    """(of files below these directories, of everything else) in bytes, from /proc/PID/smaps."""
-    weights = others = 0
-    is_weights = False
+def resident(pid: int) -> tuple[int, dict[str, int]]:
+    """(the process's private bytes, bytes by mapped file) that are in memory, from /proc/PID/smaps."""
+    private, path = 0, ""
+    by_file: dict[str, int] = {}
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         fields = line.split(maxsplit=5)
         if not fields[0].endswith(":"):
-            is_weights = len(fields) == 6 and any(Path(fields[5]).is_relative_to(each) for each in weight_directories)
-        elif fields[0] == "Pss:":
-            weights += is_weights * int(fields[1]) * 1024
-            others += (not is_weights) * int(fields[1]) * 1024
-    return weights, others
+            path = fields[5] if len(fields) == 6 else ""
+        elif fields[0] == "Rss:":
+            by_file[path] = by_file.get(path, 0) + int(fields[1]) * 1024
+        elif fields[0] == "Anonymous:":  # of a file: pages that were written to
+            private += int(fields[1]) * 1024
+            by_file[path] -= int(fields[1]) * 1024
+    return private, {path: held for path, held in by_file.items() if path and held}
+
+
+def shares(held: Mapping[str, tuple[int, Mapping[str, int]]], weights: Sequence[Path]) -> dict[str, tuple[int, int]]:
+    """(of files below the directories `weights`, of everything else) in bytes, by role.
+
+    A file's pages are shared out among the system's own processes that map it. The kernel's PSS would share them with
+    whoever else runs here, too.
+    """
+    num_users = Counter(path for _, by_file in held.values() for path in by_file)
+    found = {}
+    for role, (private, by_file) in held.items():
+        split = {path: size // num_users[path] for path, size in by_file.items()}
+        mapped = sum(size for path, size in split.items() if any(Path(path).is_relative_to(each) for each in weights))
+        found[role] = (mapped, private + sum(split.values()) - mapped)
+    return found
 
 
 def measure(model: Path, flags: Sequence[str]) -> tuple[str, list[Process]]:
@@ -77,7 +95,7 @@ def measure(model: Path, flags: Sequence[str]) -> tuple[str, list[Process]]:
                 for prompt in PROMPTS:
                     client.complete(prompt, max_tokens=32, temperature=0)
             directories = (model.resolve(), default_cache_dir().resolve())
-            memory = {role: pss(each.pid, directories) for role, each in found.items()}
+            memory = shares({role: resident(each.pid) for role, each in found.items()}, directories)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
