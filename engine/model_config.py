@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from engine.errors import EngineError
+from engine.kept_config import kept_config
 from engine.longrope import read_phi_rope
 from engine.mla_config import MLA_FAMILIES, MlaConfig
 from engine.moe_config import MoeConfig
@@ -142,7 +143,7 @@ def load_model_config(path: Path | str, *, dtype: str = "auto", max_model_len: i
     embedding depends on the longest sequence to be served (`max_model_len`; None: the model's own limit).
     """
     directory = Path(path)
-    hf = read_hf_config(directory)
+    hf = kept_config(directory / "config.json", lambda: read_hf_config(directory))
     name = str((getattr(hf, "architectures", None) or [""])[0])
     if name not in ARCHITECTURES:
         raise ModelError(
@@ -161,6 +162,7 @@ def load_model_config(path: Path | str, *, dtype: str = "auto", max_model_len: i
 
 
 def read_hf_config(directory: Path) -> Any:
+    """transformers' object. Raises ModelError."""
     config_file = directory / "config.json"
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
