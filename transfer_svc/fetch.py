@@ -283,9 +283,11 @@ class PrefixFetcher:
             raise _Failed(_REASONS.get(error.code, "peer"), error.message) from None
         connected_at = clock()
         wanted = tokens[: offer.stop * self._cache.block_size]
-        patience = max(RPC_TIMEOUT, offer.deadline) if always else RPC_TIMEOUT  # a disk may have much to read
+        # The peer's tiers would decline by its own estimate, which is not asked for here either.
+        dear = always or self.settings.mode == "always"
+        patience = max(RPC_TIMEOUT, offer.deadline) if dear else RPC_TIMEOUT  # a disk may have much to read
         asking = asyncio.ensure_future(
-            peer.attach_prefix(prefix.keys[: offer.stop], wanted, prefix.num_blocks, always=always, timeout=patience)
+            peer.attach_prefix(prefix.keys[: offer.stop], wanted, prefix.num_blocks, always=dear, timeout=patience)
         )
         is_unused = False
         try:
