@@ -1,0 +1,71 @@
+"""What a first token costs on a real system, from requests of the run itself: every other one, and not those compared.
+
+    TTFT = r x (delay + step + tokens x token)      of a request that was alone at its prefill worker
+
+`delay` is all outside the worker's step (router, RPCs, the event loops), `step` what each step costs, `token` each
+computed token. `r` is how much slower or faster than that it went: on a machine whose CPUs others use too it is wide,
+and the simulation draws it from what was seen. Queues are not in it: who waits, and for whom, is simulated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from bench.routing.outcome import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A real request: when it arrived (seconds), where it was prefilled, what came out."""
+
+    arrived: float
+    worker: str
+    sample: Sample
+
+    @property
+    def num_computed(self) -> int:
+        return self.sample.num_prompt_tokens - self.sample.num_hit_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds. `slowness` are values of r, in no order."""
+
+    delay: float
+    step: float
+    token: float
+    slowness: tuple[float, ...]
+
+
+def alone(requests: Sequence[Timed]) -> list[Timed]:
+    """Those during whose wait for the first token no other request waited at the same worker."""
+    by_worker: dict[str, list[Timed]] = {}
+    for request in sorted(requests, key=lambda each: each.arrived):
+        by_worker.setdefault(request.worker, []).append(request)
+    found = []
+    for queue in by_worker.values():
+        busy_until = 0.0
+        for at, request in enumerate(queue):
+            end = request.arrived + request.sample.ttft
+            follower = queue[at + 1].arrived if at + 1 < len(queue) else end
+            if request.arrived >= busy_until and follower >= end:
+                found.append(request)
+            busy_until = max(busy_until, end)
+    return found
+
+
+def fit(requests: Sequence[Timed], mean_step_seconds: float, mean_step_tokens: float) -> Costs:
+    """From requests that were alone, and the mean of the workers' own steps (seconds, computed tokens).
+
+    Slope and intercept are Theil and Sen's: medians, which a few late ones do not move. Raises ValueError if there are
+    fewer than ten requests or all computed the same.
+    """
+    points = [(float(each.num_computed), each.sample.ttft) for each in requests]
+    slopes = [(y - v) / (x - u) for x, y in points for u, v in points if x > u]
+    if len(points) < 10 or not slopes:
+        raise ValueError(f"{len(points)} requests, or all alike, are too few to tell what a token costs")
+    token = max(0.0, median(slopes))
+    intercept = max(1e-6, median(y - token * x for x, y in points))
+    step = min(max(0.0, mean_step_seconds - token * mean_step_tokens), intercept)
+    slowness = tuple(y / (intercept + token * x) for x, y in points)
+    return Costs(intercept - step, step, token, slowness)
