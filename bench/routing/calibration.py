@@ -9,16 +9,17 @@ and the simulation draws it from what was seen. Queues are not in it: who waits,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 from bench.routing.outcome import Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A real request: when it arrived (seconds), where it was prefilled, what came out."""
+    """A real request: when it arrived and how long it took in all (seconds), where it was prefilled, what came out."""
 
     arrived: float
+    seconds: float
     worker: str
     sample: Sample
 
@@ -52,6 +53,11 @@ def alone(requests: Sequence[Timed]) -> list[Timed]:
                 found.append(request)
             busy_until = max(busy_until, end)
     return found
+
+
+def seconds_per_token(requests: Sequence[Timed], num_tokens: int) -> float:
+    """From first token to last, over `num_tokens`: the workers' own steps are shorter, for between them others run."""
+    return mean(each.seconds - each.sample.ttft for each in requests) / num_tokens
 
 
 def fit(requests: Sequence[Timed], mean_step_seconds: float, mean_step_tokens: float) -> Costs:

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 from bench.kv_fetch import READY, free_ports
-from bench.routing.calibration import Costs, Timed, alone, fit
+from bench.routing.calibration import Costs, Timed, alone, fit, seconds_per_token
 from bench.routing.outcome import Outcome, Sample
 from bench.routing.workers import Machine
 from bench.routing.workload import BLOCK, Chat, Users, Workload
@@ -116,13 +116,15 @@ class RealRun:
             moved["generation_tokens"] / seconds,
         )
         num_steps = max(1.0, moved["prefill_steps"])
-        kept = set(map(id, measured)) - set(map(id, measured[::EVERY]))
+        compared = set(map(id, measured[::EVERY]))
+        calibrating = [each for each in measured if id(each) not in compared]
+        lone = set(map(id, alone(timed)))
         costs = fit(
-            [each for each in alone(timed) if id(each) in kept],
+            [each for each in calibrating if id(each) in lone],
             moved["prefill_seconds"] / num_steps,
             moved["prefill_computed"] / num_steps,
         )
-        return outcome, self._machine(moved, costs), costs
+        return outcome, self._machine(costs, seconds_per_token(calibrating, self.workload.answer_tokens)), costs
 
     async def turn(self, client: AsyncClient, chat: Chat[int], end: list[int]) -> Timed:
         """The prompt is whole blocks and one token; with it the answer is whole blocks too."""
@@ -137,10 +139,9 @@ class RealRun:
         chat.said = [*prompt, *done.token_ids]
         chat.busy = False
         sample = Sample(done.timing.ttft_ms / 1e3, len(prompt), done.usage.cached_tokens)
-        return Timed(arrived, done.prefill_worker, sample)
+        return Timed(arrived, asyncio.get_running_loop().time() - arrived, done.prefill_worker, sample)
 
-    def _machine(self, moved: dict[str, float], costs: Costs) -> Machine:
-        """Of decode the steps' own duration: its workers do nothing else than one token per sequence."""
+    def _machine(self, costs: Costs, step_seconds: float) -> Machine:
         return replace(
             Machine(),
             num_prefill=NUM_PREFILL,
@@ -149,7 +150,7 @@ class RealRun:
             prefill_rate=1 / max(costs.token, 1e-9),
             prefill_step_seconds=costs.step,
             prefill_step_tokens=STEP_TOKENS,
-            step_seconds=moved["decode_seconds"] / moved["decode_steps"],
+            step_seconds=step_seconds,
             step_per_sequence=0.0,
             overhead_seconds=costs.delay,
         )
