@@ -66,7 +66,7 @@ def real(options: argparse.Namespace) -> Iterator[Outcome]:
     from bench.routing.real import EVERY, RealRun
 
     workload = Workload(0.73, 16, 3, system_tokens=960, question_tokens=64, answer_tokens=64)
-    rate, times = options.rate or 1.5, ((20.0, 60.0) if options.quick else (60.0, options.seconds))
+    rate, times = options.rate or 1.5, ((20.0, 60.0) if options.quick else (40.0, options.seconds))
     with tempfile.TemporaryDirectory(prefix="pagewire-routing-") as directory:
         for policy in options.policies:
             if policy != "oracle":
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write a PNG")
     parser.add_argument("--rate", type=float, help="requests/s, instead of 90 %% of what `prefix` sustains")
     parser.add_argument(
-        "--seconds", type=float, default=300.0, help="measured time of --real, after 60 s of warming up"
+        "--seconds", type=float, default=300.0, help="measured time of --real, after 40 s of warming up"
     )
     parser.add_argument("--prefill-rate", type=float, default=20_000.0, help="tokens/s of one prefill worker")
     parser.add_argument("--step-ms", type=float, default=10.0, help="a decode step of one sequence")

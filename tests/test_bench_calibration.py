@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from bench.routing.calibration import Timed, alone, fit
+from bench.routing.calibration import Timed, fit, unqueued
 from bench.routing.outcome import Sample
 
 
@@ -12,10 +12,10 @@ def timed(arrived: float, worker: str, ttft: float, num_computed: int = 1) -> Ti
     return Timed(arrived, ttft, worker, Sample(ttft, 100 + num_computed, 100))
 
 
-def test_who_waits_for_others_or_is_waited_for_is_not_alone() -> None:
+def test_only_who_finds_its_worker_idle_tells_what_things_cost() -> None:
     first, second, third = timed(0.0, "p0", 1.0), timed(0.5, "p0", 1.0), timed(2.0, "p0", 1.0)
     elsewhere = timed(0.5, "p1", 1.0)
-    assert alone([third, elsewhere, second, first]) == [third, elsewhere]
+    assert unqueued([third, elsewhere, second, first]) == [first, elsewhere, third]
 
 
 def test_costs_are_found_again_whatever_a_few_late_ones_say() -> None:

@@ -1,6 +1,6 @@
 """What a first token costs on a real system, from requests of the run itself: every other one, and not those compared.
 
-    TTFT = r x (delay + step + tokens x token)      of a request that was alone at its prefill worker
+    TTFT = r x (delay + step + tokens x token)      of a request that found its prefill worker idle
 
 `delay` is all outside the worker's step (router, RPCs, the event loops), `step` what each step costs, `token` each
 computed token. `r` is how much slower or faster than that it went: on a machine whose CPUs others use too it is wide,
@@ -38,20 +38,18 @@ class Costs:
     slowness: tuple[float, ...]
 
 
-def alone(requests: Sequence[Timed]) -> list[Timed]:
-    """Those during whose wait for the first token no other request waited at the same worker."""
-    by_worker: dict[str, list[Timed]] = {}
-    for request in sorted(requests, key=lambda each: each.arrived):
-        by_worker.setdefault(request.worker, []).append(request)
+def unqueued(requests: Sequence[Timed]) -> list[Timed]:
+    """Those at whose arrival no other request waited for its first token at the same worker.
+
+    Who came later does not matter: if it did, the slow ones, which more come after, would be missing.
+    """
+    busy_until: dict[str, float] = {}
     found = []
-    for queue in by_worker.values():
-        busy_until = 0.0
-        for at, request in enumerate(queue):
-            end = request.arrived + request.sample.ttft
-            follower = queue[at + 1].arrived if at + 1 < len(queue) else end
-            if request.arrived >= busy_until and follower >= end:
-                found.append(request)
-            busy_until = max(busy_until, end)
+    for request in sorted(requests, key=lambda each: each.arrived):
+        until = busy_until.get(request.worker, 0.0)
+        if request.arrived >= until:
+            found.append(request)
+        busy_until[request.worker] = max(until, request.arrived + request.sample.ttft)
     return found
 
 
@@ -61,7 +59,7 @@ def seconds_per_token(requests: Sequence[Timed], num_tokens: int) -> float:
 
 
 def fit(requests: Sequence[Timed], mean_step_seconds: float, mean_step_tokens: float) -> Costs:
-    """From requests that were alone, and the mean of the workers' own steps (seconds, computed tokens).
+    """From requests that found their worker idle, and the mean of the workers' own steps (seconds, computed tokens).
 
     Slope and intercept are Theil and Sen's: medians, which a few late ones do not move. Raises ValueError if there are
     fewer than ten requests or all computed the same.

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 from bench.kv_fetch import READY, free_ports
-from bench.routing.calibration import Costs, Timed, alone, fit, seconds_per_token
+from bench.routing.calibration import Costs, Timed, fit, seconds_per_token, unqueued
 from bench.routing.outcome import Outcome, Sample
 from bench.routing.workers import Machine
 from bench.routing.workload import BLOCK, Chat, Users, Workload
@@ -118,9 +118,9 @@ class RealRun:
         num_steps = max(1.0, moved["prefill_steps"])
         compared = set(map(id, measured[::EVERY]))
         calibrating = [each for each in measured if id(each) not in compared]
-        lone = set(map(id, alone(timed)))
+        idle = set(map(id, unqueued(timed)))
         costs = fit(
-            [each for each in calibrating if id(each) in lone],
+            [each for each in calibrating if id(each) in idle],
             moved["prefill_seconds"] / num_steps,
             moved["prefill_computed"] / num_steps,
         )
