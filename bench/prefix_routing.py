@@ -14,9 +14,10 @@ Real: FleetPlacer (policy, assumptions), MemoryIndex, BlockPool (LRU, references
 (`--prefill-rate`, `--step-ms`, `--step-per-seq-ms`, `--fetch-rate`); load messages each 100 ms, index events after
 `--lag-ms`.
 
-`--real` runs a small workload on real processes, then simulates it with the rates that the workers' own metrics gave in
-that run, and says by how much the two differ. What is compared is the model of caches, queues and policy; on a machine
-with other load trust hit rates, not times.
+`--real` runs a small workload on real processes, then simulates it, and says by how much the two differ. What things
+cost comes from every other request of that same run and from the workers' own metrics (`bench/routing/calibration.py`),
+so other load on the machine is in both; the other requests are compared. What is compared is the model of caches,
+queues and policy.
 """
 
 import argparse
@@ -62,16 +63,23 @@ def simulated(options: argparse.Namespace, machine: Machine) -> Iterator[Outcome
 
 def real(options: argparse.Namespace) -> Iterator[Outcome]:
     """Every policy for real, each followed by its simulation."""
-    from bench.routing.real import RealRun
+    from bench.routing.real import EVERY, RealRun
 
     workload = Workload(0.73, 16, 3, system_tokens=960, question_tokens=64, answer_tokens=64)
-    rate, times = options.rate or 2.0, ((20.0, 40.0) if options.quick else (60.0, 120.0))
+    rate, times = options.rate or 1.5, ((20.0, 60.0) if options.quick else (40.0, options.seconds))
     with tempfile.TemporaryDirectory(prefix="pagewire-routing-") as directory:
         for policy in options.policies:
             if policy != "oracle":
-                outcome, machine = RealRun(workload, policy, rate, Path(directory)).run(*times)
+                outcome, machine, costs = RealRun(workload, policy, rate, Path(directory)).run(*times)
                 yield outcome
-                yield Cluster(machine, workload, policy, rate).run(*times)
+                yield Outcome.median_of(
+                    [
+                        Cluster(
+                            machine, workload, policy, rate, chance=chance, slowness=costs.slowness, every=EVERY
+                        ).run(*times)
+                        for chance in range(11)
+                    ]
+                )
 
 
 def differences(measured: Outcome, expected: Outcome) -> Mapping[str, float]:
@@ -91,6 +99,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write a CSV")
     parser.add_argument("--plot", type=Path, help="write a PNG")
     parser.add_argument("--rate", type=float, help="requests/s, instead of 90 %% of what `prefix` sustains")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="measured time of --real, after 40 s of warming up"
+    )
     parser.add_argument("--prefill-rate", type=float, default=20_000.0, help="tokens/s of one prefill worker")
     parser.add_argument("--step-ms", type=float, default=10.0, help="a decode step of one sequence")
     parser.add_argument("--step-per-seq-ms", type=float, default=0.2, help="what each further sequence adds")

@@ -12,8 +12,8 @@ the worker that prefills, and stale where that one finds fewer: evicted between 
 admission (its queue and the index's lag). Afterwards nothing happens for some seconds, and every chat goes on once
 more, one after the other: then there must be no stale hit. The counts are the router's own metrics.
 
-Goal: below 0.1 % of the expected hits under load (of both sizes together, so that one hit is less), none at rest.
-Exits with 1 if it is missed.
+Goal: below 0.1 % of the expected hits under load at each size, none at rest; the default time gives over a thousand
+of them, so that one is less. Exits with 1 if it is missed.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="20 s of load for each size")
     parser.add_argument("--rate", type=float, default=6.0, help="requests/s")
     parser.add_argument("--customers", type=int, default=96, help="each with a system prompt and three users")
-    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write a CSV")
     options = parser.parse_args()
@@ -167,10 +167,8 @@ def main() -> None:
             writer.writeheader()
             writer.writerows({**about, **asdict(row)} for row in rows)
     loads, rests = ([row for row in rows if row.phase == phase] for phase in ("load", "rest"))
-    share = sum(row.stale_hits for row in loads) / max(1, sum(row.expected_hits for row in loads))
-    print(f"under load {share:.3%} of the expected hits are stale")
-    if share >= GOAL or any(row.stale_hits or not row.expected_hits for row in rests):
-        raise SystemExit("the goal was missed: below 0.1 % of the expected hits under load, none at rest")
+    if any(row.share >= GOAL for row in loads) or any(row.stale_hits or not row.expected_hits for row in rests):
+        raise SystemExit("the goal was missed: below 0.1 % of the expected hits under load at each size, none at rest")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class _Request:
     intake: asyncio.Task[None] | None = None
     accepted: bool = False
     num_fetched_tokens: int = 0
+    num_passed_over_tokens: int = 0  # others are said to hold them, and nobody was asked
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -85,6 +86,9 @@ class DecodeWorker(KvWorker):
         elif request.may_use_cache and self.fetcher.wants(prefix_sources):
             state.intake = self._spawn(self._fetch(state, prefix_sources), f"fetch-{request.request_id}")
         else:
+            if request.may_use_cache:
+                num_tokens = len(shared_token_ids(request))
+                state.num_passed_over_tokens = self.fetcher.num_passed_over(prefix_sources, num_tokens)
             self._run(state, request)
             outbox.flush()
         self._host.announce()
@@ -210,6 +214,7 @@ class DecodeWorker(KvWorker):
                 if not state.accepted:
                     state.num_fetched_tokens += step.num_loaded_tokens(request_id)
                     self._accept(state, num_cached_tokens)
+                    self.fetcher.count_passed_over(state.num_passed_over_tokens, num_cached_tokens)
                     self._count_prefill(state.request, num_cached_tokens)
                     touched.append(state.outbox)
         for found in step.prompt_logprobs:

@@ -49,6 +49,11 @@ class BlockTables:
         sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.loaded_tokens = ()
 
+    def renew(self, sequence: Sequence) -> None:
+        """It has come and has to wait: those before it evict other blocks than what the cache has of it."""
+        self.extend_keys(sequence)
+        self._cache.renew(sequence.keys[: self.most_cached(sequence)])
+
     def give_up(self, sequence: Sequence, num_releases: int, num_restored: int, promised: int) -> None:
         """Gives back what `match` has found and notes why; the numbers are the cache's before the look-up."""
         most, num_missing = self.most_cached(sequence), self.num_missing_on_the_way(sequence)

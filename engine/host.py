@@ -100,8 +100,10 @@ class EngineHost(Generic[T]):
         """Starts the device thread and, if there is one, the publisher."""
         self._loop = asyncio.get_running_loop()
         self._publisher = publisher
+        # What a step evicts is known to routers while the step runs, not after it: until then they promise it.
+        self.kv_cache.evicted = self._flush_soon
         if self.engine.tiers is not None:
-            self.engine.tiers.tier_changed = self._tier_changed
+            self.engine.tiers.tier_changed = self._flush_soon
         self._engine_loop.start()
         if publisher is not None:
             await publisher.start()
@@ -220,14 +222,14 @@ class EngineHost(Generic[T]):
         if events and self._publisher is not None:
             self._publisher.publish(events)
 
-    def _tier_changed(self) -> None:
-        """On a tier's thread: idle workers publish too. One flush at a time waits for the event loop."""
+    def _flush_soon(self) -> None:
+        """On any thread: idle workers publish too. One flush at a time waits for the event loop."""
         if not self._flush_is_due and self._loop is not None:
             self._flush_is_due = True
             with suppress(RuntimeError):  # the loop has closed: nobody is left to tell
-                self._loop.call_soon_threadsafe(self._flush_tiers)
+                self._loop.call_soon_threadsafe(self._flush)
 
-    def _flush_tiers(self) -> None:
+    def _flush(self) -> None:
         self._flush_is_due = False
         self.flush_events()
         self._tier_report.observe()

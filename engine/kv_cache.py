@@ -60,6 +60,8 @@ class KvCache:
         self._num_query_tokens = 0
         self._num_hit_tokens = 0
         self._followers: list[Callable[[bytes, bool], None]] = []
+        self.evicted: Callable[[], None] | None = None
+        """Called when something was evicted, on whatever thread needed the room; it must be quick."""
 
     @property
     def num_blocks(self) -> int:
@@ -202,11 +204,17 @@ class KvCache:
                     depth, is_settled = lacking, False
         return depth
 
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        """The beginning of a chain whose end is in use: evicted before it, it would take the chain along."""
+    def renew(self, keys: Sequence[bytes]) -> None:
+        """Somebody is about to want this prefix: what is cached of it is evicted after all that is free now."""
+        depth = self.hit_depth(keys)
+        for group, first in enumerate(self.groups.first_blocks(depth * self.block_size)):
+            self._touch(keys[first if group else 0 : depth], group)
+
+    def _touch(self, keys: Sequence[bytes], group: int = 0) -> None:
+        """In use though nobody holds them. The beginning of a chain, evicted before its end, would take that along."""
         for end in range(len(keys), 0, -_PIECE):
             with self._lock:
-                self._pool.touch(keys[max(0, end - _PIECE) : end])
+                self._pool.touch(keys[max(0, end - _PIECE) : end], group)
 
     def is_cached(self, key: bytes) -> bool:
         with self._lock:
@@ -220,7 +228,12 @@ class KvCache:
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         with self._lock:
-            return self._pool.allocate(num_blocks)
+            num_before = self._pool.num_evictions
+            block_ids = self._pool.allocate(num_blocks)
+            has_evicted = self._pool.num_evictions > num_before
+        if has_evicted and self.evicted is not None:
+            self.evicted()
+        return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         with self._lock:

@@ -118,6 +118,8 @@ class Scheduler:
         sequences = starting_sequences(request, self._num_arrivals)
         if request.adopted is not None:
             sequences = self._adopt(sequences, request.adopted)
+        elif self.has_work:
+            self._tables.renew(sequences[0])
         cost = num_tokens_of_work(request, self.config.max_model_len)
         self._queues.add(request, sequences, cost)
 

@@ -141,10 +141,10 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
         return self.num_releases - num_releases
 
-    def touch(self, keys: Iterable[bytes]) -> None:
+    def touch(self, keys: Iterable[bytes], group: int = 0) -> None:
         """Blocks of a chain that are in use though nobody references them: they are evicted later, tails first."""
         for key in reversed(list(keys)):
-            block_id = self._block_ids[0].get(key)
+            block_id = self._block_ids[group].get(key)
             if block_id is not None and block_id in self._free:
                 self._free.move_to_end(block_id)
 

@@ -76,8 +76,7 @@ class TierBook:
         if parent is not None:
             parent.children.add(block.key)  # so that it is no leaf while room is made
             self._note(parent)
-        for entry in self._pins.expire(now):
-            self._note(entry)
+        self.num_pinned(now)  # ends pins
         if not self._free and not self._evict():
             if parent is not None:
                 parent.children.discard(block.key)
@@ -211,11 +210,14 @@ class TierBook:
         """Ends their pins."""
         for key in keys:
             if (entry := self._entries.get(key)) is not None:
-                entry.pinned_until = 0.0
+                self._pins.end(entry)
                 self._note(entry)
 
     def num_pinned(self, now: float) -> int:
-        return sum(entry.pinned_until > now for entry in self._entries.values())
+        """Blocks whose pin ends after `now`; those whose pin has ended may be evicted from now on."""
+        for entry in self._pins.expire(now):
+            self._note(entry)
+        return self._pins.num_pinned
 
     def take_events(self, tier: Tier = "host") -> list[CacheEvent]:
         """What changed since the last call, in order, as events of that tier."""
@@ -241,7 +243,7 @@ class TierBook:
         _expect(self.num_ready == sum(e.is_ready for e in self._entries.values()), "ready blocks are miscounted")
         _expect(all(e.is_gone and (e.num_readers or not e.is_ready) for e in self._leaving.values()), "a slot leaks")
         _expect(len(self._order) == sum(map(self._is_evictable, self._entries.values())), "a forgotten block is listed")
-        self._pins.check_integrity(len(self._entries))
+        self._pins.check_integrity(self._entries.values())
         self._order.check_integrity()
 
     # --- the books ---
@@ -278,6 +280,7 @@ class TierBook:
         block = entry.block
         del self._entries[block.key]
         entry.is_gone = True
+        self._pins.end(entry)
         self._note(entry)
         self._leaving[entry.slot] = entry
         parent = None if block.parent is None else self._entries.get(block.parent)

@@ -71,5 +71,9 @@ class FetchMetrics:
         self._declined.labels(self._name, reason).inc()
 
     def unfetched(self, reason: str, num_tokens: int) -> None:
-        """Counts tokens that others were said to hold and that are computed here all the same."""
+        """Counts tokens that others were said to hold and that are computed here all the same.
+
+        Reasons: dearer, short, off, window (every layer slides), pool (no room), partial (nobody had them after all, or
+        a lender's tiers declined), avoided (its last fetch failed), or how the fetch failed.
+        """
         self._unfetched.labels(self._name, reason).inc(num_tokens)

@@ -28,8 +28,9 @@ class ProcessConfig(Frozen):
     )
     kv_fetch: Literal["auto", "always", "off"] = option(
         "auto",
-        "Workers fetch cached KV from other workers instead of computing it: auto when that is estimated to be faster. "
-        "A router has to know if they never do.",
+        "Workers fetch cached KV from other workers instead of computing it: auto when that is estimated to be faster, "
+        "always also when it is not, and when the other one has to load it from its tiers for it. A router has to know "
+        "if they never do.",
         panel=_TRANSFER,
     )
     drain_timeout: Seconds = option(30.0, "Time for running requests after SIGTERM.", panel=_LIMITS, metavar="SECONDS")

@@ -35,6 +35,7 @@ class PrefillStream:
         self.ended = False
         self.fetching: asyncio.Task[None] | None = None  # until the engine has the request
         self.num_fetched_tokens = 0
+        self.num_passed_over_tokens = 0  # others are said to hold them, and nobody was asked
         self._events: deque[Progress | PromptLogprobs | Done | PagewireError] = deque()
         self._arrived = asyncio.Event()
 

@@ -85,6 +85,9 @@ class PrefillWorker(KvWorker):
                 self._host.engine.check(request)
                 stream.fetching = self._spawn(self._fetch(stream, request, sources), f"fetch-{request.request_id}")
             else:
+                if request.may_use_cache:
+                    num_tokens = num_prefill_tokens(request)
+                    stream.num_passed_over_tokens = self.fetcher.num_passed_over(sources, num_tokens)
                 self._host.add(request)
         except RequestRefused as error:
             self._forget(request.request_id, stream)
@@ -171,6 +174,7 @@ class PrefillWorker(KvWorker):
         stream = self._streams.get(request_id)
         if stream is not None:
             self.fetcher.metrics.admitted(num_cached_tokens, stream.num_fetched_tokens + num_loaded_tokens)
+            self.fetcher.count_passed_over(stream.num_passed_over_tokens, num_cached_tokens)
             if stream.ticket:
                 self.leases.start(stream.ticket, num_cached_tokens)
 

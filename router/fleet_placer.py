@@ -34,7 +34,8 @@ _BY_PREFIX = ("prefix", "session")
 class _Case:
     """What one decision is made from: index keys by root, blocks in the index by worker id.
 
-    `lower` are those below the device by tier, `indexed` counts both; others can fetch all of them.
+    `lower` are those below the device by tier, `indexed` counts both; others can fetch all of them. Candidates know of
+    it if the policy is to.
     """
 
     size: RequestSize
@@ -196,19 +197,22 @@ class FleetPlacer:
         on_device: dict[str, int] = {}
         lower: dict[str, Mapping[str, int]] = {}
         assumed: dict[str, int] = {}
-        for space in self.key_spaces() if self._policy in _BY_PREFIX else ():
+        by_prefix = self._policy in _BY_PREFIX
+        for space in self.key_spaces():
             root = space[0]
             keys[root] = prompt_keys.of(space, output)
             ids = [each for each, worker in workers.items() if worker.description.fingerprint.root == root]
             on_device |= self._indexed(keys[root], ids, workers)
             lower |= self._lower(keys[root], ids, workers, on_device)
-            assumed |= self._assumptions.hits(keys[root], ids, now)
+            if by_prefix:
+                assumed |= self._assumptions.hits(keys[root], ids, now)
         indexed = {
             worker_id: on_device.get(worker_id, 0) + sum(lower.get(worker_id, {}).values())
             for worker_id in on_device.keys() | lower.keys()
         }
         alive = {each: worker.description.fingerprint for each, worker in workers.items() if worker.alive}
-        fetchable = best_holdings(on_device, lower, alive) if self._may_fetch else {}
+        fetchable = best_holdings(on_device, lower, alive) if self._may_fetch and by_prefix else {}
+        known = indexed if by_prefix else {}  # other policies do not look; what comes of it is counted all the same
         loads = self._assumptions.loads(now)
         candidates = [
             Candidate(
@@ -216,10 +220,10 @@ class FleetPlacer:
                 _with(worker.load, loads.get(worker_id)),
                 alive=worker.alive,
                 serves_model=worker.description.model == self._model,
-                num_hit_blocks=max(indexed.get(worker_id, 0), assumed.get(worker_id, 0)),
+                num_hit_blocks=max(known.get(worker_id, 0), assumed.get(worker_id, 0)),
                 last_chosen=self._last_chosen.get((worker_id, worker.description.incarnation), 0),
                 num_lower_blocks=lower.get(worker_id, {})
-                if indexed.get(worker_id, 0) > assumed.get(worker_id, 0)
+                if known.get(worker_id, 0) > assumed.get(worker_id, 0)
                 else {},
                 num_fetchable_blocks=fetchable.get(worker.description.fingerprint, NOTHING).on_device,
                 num_fetchable_lower=fetchable.get(worker.description.fingerprint, NOTHING).lower,
@@ -268,7 +272,7 @@ class FleetPlacer:
         routed = Routed(
             candidate.worker_id,
             candidate.description.incarnation,
-            tuple(case.keys.get(candidate.description.fingerprint.root, ())),
+            tuple(case.keys.get(candidate.description.fingerprint.root, ())) if self._policy in _BY_PREFIX else (),
             num_tokens=uncached_tokens(candidate, case.size.num_prompt_tokens) if computes else 0,
             num_sequences=case.size.num_choices,
         )

@@ -124,6 +124,18 @@ class PrefixFetcher:
         is_on = self.settings.mode != "off" and self._cache.enable_caching
         return is_on and self._keeps_what_comes and longest * self._cache.block_size >= self.settings.min_tokens
 
+    def num_passed_over(self, sources: Sequence[PrefixSource], num_tokens: int) -> int:
+        """Of a request of so many tokens for which `fetch` is not asked: leading ones that others are said to hold."""
+        size = self._cache.block_size
+        longest = max((source.num_blocks for source in sources), default=0)
+        return min(longest, max(0, num_tokens - 1) // size) * size
+
+    def count_passed_over(self, num_passed_over: int, num_cached_tokens: int) -> None:
+        """What of them the engine did not find here either, once it has looked."""
+        if num_passed_over > num_cached_tokens:
+            reason = "off" if self.settings.mode == "off" else "short" if self._keeps_what_comes else "window"
+            self.metrics.unfetched(reason, num_passed_over - num_cached_tokens)
+
     @property
     def _keeps_what_comes(self) -> bool:
         """Not where all layers slide: only a chain's end would come, and nobody finds it without its beginning."""
@@ -283,9 +295,11 @@ class PrefixFetcher:
             raise _Failed(_REASONS.get(error.code, "peer"), error.message) from None
         connected_at = clock()
         wanted = tokens[: offer.stop * self._cache.block_size]
-        patience = max(RPC_TIMEOUT, offer.deadline) if always else RPC_TIMEOUT  # a disk may have much to read
+        # The peer's tiers would decline by its own estimate, which is not asked for here either.
+        dear = always or self.settings.mode == "always"
+        patience = max(RPC_TIMEOUT, offer.deadline) if dear else RPC_TIMEOUT  # a disk may have much to read
         asking = asyncio.ensure_future(
-            peer.attach_prefix(prefix.keys[: offer.stop], wanted, prefix.num_blocks, always=always, timeout=patience)
+            peer.attach_prefix(prefix.keys[: offer.stop], wanted, prefix.num_blocks, always=dear, timeout=patience)
         )
         is_unused = False
         try:

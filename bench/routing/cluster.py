@@ -52,6 +52,9 @@ class Cluster:
     policy: str
     rate: float  # requests/s
     seed: int = 0
+    chance: int = 0  # seed of what is not the users': the policy's and the slowness's draws
+    slowness: Sequence[float] = (1.0,)  # drawn for each step
+    every: int = 1  # of the requests that arrived in the measured time only every so-manieth counts
     clock: Clock = field(default_factory=Clock)
     index: MemoryIndex = field(default_factory=MemoryIndex)
     done: list[Request] = field(default_factory=list)
@@ -59,12 +62,14 @@ class Cluster:
 
     def run(self, warm_up: float, seconds: float) -> Outcome:
         machine, workload, rng = self.machine, self.workload, Random(self.seed)
+        draws = Random(self.chance)
         world = World(
             machine,
             0.0 if self.policy == "oracle" else machine.lag_seconds,
             self.clock,
             self.index,
             self._finished,
+            lambda: draws.choice(self.slowness),
         )
         num_blocks = workload.blocks_per_worker(machine.num_prefill)
         prefills = [Prefill(f"prefill-{n}", num_blocks, world) for n in range(machine.num_prefill)]
@@ -79,7 +84,7 @@ class Cluster:
             model="sim",
             policy=policy,
             may_fetch=machine.fetch_rate > 0,
-            rng=Random(self.seed),
+            rng=Random(self.chance),
             clock=lambda: self.clock.now,
         )
         users = Users(workload, _chain)
@@ -112,7 +117,7 @@ class Cluster:
             Sample(each.first_token - each.arrived, each.num_prompt_tokens, each.num_hit_blocks * BLOCK)
             if each.first_token
             else Sample(self.clock.now - each.arrived)
-            for each in self.arrived
+            for each in self.arrived[:: self.every]
         ]
         num_output_tokens = sum(each.num_output_tokens for each in self.done)
         return Outcome.of(

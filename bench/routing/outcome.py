@@ -4,6 +4,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from statistics import median
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,16 @@ class Outcome:
         )
         return cls(how, policy, working_set, rate, len(waits), p50, p90, p99, output_tokens_per_second, hit_rate)
 
+    @classmethod
+    def median_of(cls, outcomes: Sequence["Outcome"]) -> "Outcome":
+        """Of runs that differ by chance alone: the median of each number."""
+        names = [each.name for each in fields(cls)]
+        columns = ([getattr(each, name) for each in outcomes] for name in names)
+        return cls(*(column[0] if isinstance(column[0], str) else median(column) for column in columns))
+
     def __str__(self) -> str:
         return (
-            f"{self.how:<10}{self.policy:<8}{self.working_set:>5.0%}{self.rate:>8.1f}{self.num_requests:>7}"
+            f"{self.how:<10}{self.policy:<8}{self.working_set:>5.0%}{self.rate:>8.1f}{self.num_requests:>7.0f}"
             f"{self.ttft_p50:>9.3f}{self.ttft_p90:>9.3f}{self.ttft_p99:>9.3f}"
             f"{self.output_tokens_per_second:>10.0f}{self.hit_rate:>7.1%}"
         )

@@ -1,4 +1,8 @@
-"""The same users before a real system, `pagewire up` with 2P2D and a tiny model, and what it measured of itself."""
+"""The same users before a real system, `pagewire up` with 2P2D and a tiny model, and what it measured of itself.
+
+Of the requests of the measured time every other one says what things cost (`calibration.py`), so under the same load
+and at the same time as the others, which are the outcome.
+"""
 
 import asyncio
 import re
@@ -10,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from statistics import median
 
 from bench.kv_fetch import READY, free_ports
+from bench.routing.calibration import Costs, Timed, fit, seconds_per_token, unqueued
 from bench.routing.outcome import Outcome, Sample
 from bench.routing.workers import Machine
 from bench.routing.workload import BLOCK, Chat, Users, Workload
@@ -23,20 +27,24 @@ from tests.tiny_models import make_tiny_model
 
 NUM_PREFILL, NUM_DECODE = 2, 2
 TIMEOUT = 600.0
+STEP_TOKENS = 2048
+EVERY = 2
+"""Every so-manieth request is compared, the others calibrate."""
 
 
 @dataclass(slots=True)
 class RealRun:
-    """One policy on a system of its own; `run` returns what came out, and the machine that it says it ran on."""
+    """One policy on a system of its own; `run` returns what came out, the machine that it says it ran on, and what
+    its first tokens cost."""
 
     workload: Workload
     policy: str
     rate: float
     directory: Path
     seed: int = 0
-    arrived: list[tuple[Chat[int], float, "asyncio.Task[Sample]"]] = field(default_factory=list)
+    arrived: list[tuple[Chat[int], float, "asyncio.Task[Timed]"]] = field(default_factory=list)
 
-    def run(self, warm_up: float, seconds: float) -> tuple[Outcome, Machine]:
+    def run(self, warm_up: float, seconds: float) -> tuple[Outcome, Machine, Costs]:
         with self.system() as (target, metrics_port):
             return asyncio.run(self._run(target, metrics_port, warm_up, seconds))
 
@@ -57,6 +65,7 @@ class RealRun:
             sys.executable, "-m", "pagewire", "up", "--model", str(model), "--port", "0", "--prefill", str(NUM_PREFILL),
             "--decode", str(NUM_DECODE), "--policy", self.policy, "--kv-fetch", "off", "--block-size", str(BLOCK),
             "--kv-cache-memory-bytes", str(pool), "--max-model-len", str(longest + 2 * BLOCK), "--cpu-threads", "1",
+            "--max-num-batched-tokens", str(STEP_TOKENS),
             "--metrics-port", str(metrics_port), "--log-level", "warning",
         ]  # fmt: skip
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -72,7 +81,9 @@ class RealRun:
                 process.terminate()
                 process.communicate(timeout=60)
 
-    async def _run(self, target: str, metrics_port: int, warm_up: float, seconds: float) -> tuple[Outcome, Machine]:
+    async def _run(
+        self, target: str, metrics_port: int, warm_up: float, seconds: float
+    ) -> tuple[Outcome, Machine, Costs]:
         client, rng, words = AsyncClient(target), Random(self.seed), Random(self.seed + 1)
         vocab_size = (await client.list_models())[0].vocab_size
 
@@ -80,7 +91,6 @@ class RealRun:
             return [words.randrange(10, vocab_size - 10) for _ in range(num_tokens)]
 
         users = Users(self.workload, say)
-        overhead = await self._overhead(client, say(2 * BLOCK))
         clock = asyncio.get_running_loop().time
         begun = clock()
         next_at, measured_from, before, num_warm = begun, begun + warm_up, {}, 0
@@ -93,7 +103,8 @@ class RealRun:
             self.arrived.append((chat, clock(), asyncio.create_task(self.turn(client, chat, say(1)))))
         await asyncio.sleep(max(0.0, measured_from + seconds - clock()))
         after = await asyncio.to_thread(counters, metrics_port)
-        samples = [await task for _, _, task in self.arrived]
+        timed = [await task for _, _, task in self.arrived]
+        measured = timed[num_warm:]
         await client.close()
         moved = {name: value - before[name] for name, value in after.items()}
         outcome = Outcome.of(
@@ -101,14 +112,23 @@ class RealRun:
             self.policy,
             self.workload.working_set,
             self.rate,
-            samples[num_warm:],
+            [each.sample for each in measured[::EVERY]],
             moved["generation_tokens"] / seconds,
         )
-        return outcome, self._machine(moved, overhead)
+        num_steps = max(1.0, moved["prefill_steps"])
+        compared = set(map(id, measured[::EVERY]))
+        calibrating = [each for each in measured if id(each) not in compared]
+        idle = set(map(id, unqueued(timed)))
+        costs = fit(
+            [each for each in calibrating if id(each) in idle],
+            moved["prefill_seconds"] / num_steps,
+            moved["prefill_computed"] / num_steps,
+        )
+        return outcome, self._machine(costs, seconds_per_token(calibrating, self.workload.answer_tokens)), costs
 
-    async def turn(self, client: AsyncClient, chat: Chat[int], end: list[int]) -> Sample:
+    async def turn(self, client: AsyncClient, chat: Chat[int], end: list[int]) -> Timed:
         """The prompt is whole blocks and one token; with it the answer is whole blocks too."""
-        prompt = chat.said + end
+        prompt, arrived = chat.said + end, asyncio.get_running_loop().time()
         done = await client.complete(
             prompt,
             max_tokens=self.workload.answer_tokens - 1,
@@ -118,27 +138,21 @@ class RealRun:
         )
         chat.said = [*prompt, *done.token_ids]
         chat.busy = False
-        return Sample(done.timing.ttft_ms / 1e3, len(prompt), done.usage.cached_tokens)
+        sample = Sample(done.timing.ttft_ms / 1e3, len(prompt), done.usage.cached_tokens)
+        return Timed(arrived, asyncio.get_running_loop().time() - arrived, done.prefill_worker, sample)
 
-    async def _overhead(self, client: AsyncClient, prompt: list[int]) -> float:
-        """Seconds to the first token of a prompt that is cached, on an idle system."""
-        seconds = []
-        for _ in range(9):
-            done = await client.complete([*prompt, 11], max_tokens=2, temperature=0, ignore_eos=True)
-            seconds.append(done.timing.ttft_ms / 1e3)
-        return median(seconds[3:])
-
-    def _machine(self, moved: dict[str, float], overhead: float) -> Machine:
-        """From the steps' own durations: prefill workers do nothing else, decode workers one token per sequence."""
+    def _machine(self, costs: Costs, step_seconds: float) -> Machine:
         return replace(
             Machine(),
             num_prefill=NUM_PREFILL,
             num_decode=NUM_DECODE,
             decode_pool=1,
-            prefill_rate=moved["prefill_computed"] / moved["prefill_seconds"],
-            step_seconds=moved["decode_seconds"] / moved["decode_steps"],
+            prefill_rate=1 / max(costs.token, 1e-9),
+            prefill_step_seconds=costs.step,
+            prefill_step_tokens=STEP_TOKENS,
+            step_seconds=step_seconds,
             step_per_sequence=0.0,
-            overhead_seconds=overhead,
+            overhead_seconds=costs.delay,
         )
 
 

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import inf
 
@@ -21,11 +22,17 @@ FINGERPRINT = WorkerFingerprint(ROOT, "bm", "sim", BLOCK, (1,))
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the simulated workers are. Seconds and tokens; a decode worker's pool is `decode_pool` prefill workers'."""
+    """What the simulated workers are. Seconds and tokens; a decode worker's pool is `decode_pool` prefill workers'.
+
+    A prefill step takes `prefill_step_seconds` and computes all prompts that wait, as long as together they have no
+    more than `prefill_step_tokens` tokens to compute; 0: one after the other.
+    """
 
     num_prefill: int = 4
     num_decode: int = 4
     prefill_rate: float = 20_000.0
+    prefill_step_seconds: float = 0.0
+    prefill_step_tokens: int = 0
     step_seconds: float = 0.010
     step_per_sequence: float = 0.0002
     max_num_seqs: int = 256
@@ -54,6 +61,10 @@ class Request:
     def num_prompt_tokens(self) -> int:
         return self.num_prompt_blocks * BLOCK + 1
 
+    @property
+    def num_uncached_tokens(self) -> int:
+        return self.num_prompt_tokens - self.num_hit_blocks * BLOCK
+
 
 class Clock:
     """Virtual time and what is due."""
@@ -74,13 +85,17 @@ class Clock:
 
 @dataclass(slots=True)
 class World:
-    """What all workers share; `finished` hears of requests that have ended."""
+    """What all workers share; `finished` hears of requests that have ended.
+
+    `slowness`: how much longer than the machine says the next request's way to its first token takes.
+    """
 
     machine: Machine
     lag_seconds: float
     clock: Clock
     index: MemoryIndex
     finished: Callable[[Request], None]
+    slowness: Callable[[], float] = lambda: 1.0
 
 
 class Worker:
@@ -132,22 +147,21 @@ class Worker:
 
 
 class Prefill(Worker):
-    """One prompt after the other."""
+    """Step by step: one prompt, or all that wait and fit."""
 
     role: WorkerRole = "prefill"
 
     def __init__(self, name: str, num_blocks: int, world: World) -> None:
         super().__init__(name, num_blocks, world)
         self._queue: deque[Request] = deque()
-        self._running: Request | None = None
+        self._running: dict[int, Request] = {}
 
     def load(self) -> LoadSnapshot:
         """As the engine counts: a waiting prompt in full, for nobody has looked up yet what it has of it."""
         queued = sum(each.num_prompt_tokens for each in self._queue)
-        if self._running is not None:
-            queued += self._running.num_prompt_tokens - self._running.num_hit_blocks * BLOCK
+        queued += sum(each.num_uncached_tokens for each in self._running.values())
         return LoadSnapshot(
-            num_running=int(self._running is not None),
+            num_running=len(self._running),
             num_waiting=len(self._queue),
             num_queued_tokens=queued,
             num_free_blocks=self.pool.num_free,
@@ -176,32 +190,41 @@ class Prefill(Worker):
         self._next()
 
     def _next(self) -> None:
-        if self._running is not None or not self._queue:
+        if self._running:
             return
-        request = self._queue[0]
-        keys = request.keys[: request.num_prompt_blocks]
-        taken = self.take(keys, request.num_prompt_blocks + 1)
-        if taken is None:
-            return  # blocks are held for a hand-off; its end comes back here
-        self._queue.popleft()
-        block_ids, request.num_hit_blocks = taken
-        self._running = request
-        uncached = request.num_prompt_tokens - request.num_hit_blocks * BLOCK
+        machine, step, num_tokens = self.world.machine, list[tuple[Request, list[int]]](), 0
+        while self._queue:
+            request = self._queue[0]
+            keys = request.keys[: request.num_prompt_blocks]
+            lacking = request.num_prompt_tokens - self.depth(keys) * BLOCK
+            if step and num_tokens + lacking > machine.prefill_step_tokens:
+                break
+            taken = self.take(keys, request.num_prompt_blocks + 1)
+            if taken is None:
+                break  # blocks are held for a hand-off; its end comes back here
+            self._queue.popleft()
+            request.num_hit_blocks = taken[1]
+            step.append((request, taken[0]))
+            num_tokens += request.num_uncached_tokens
+            self._running[id(request)] = request
+        if step:
+            slowness = self.world.slowness()
+            seconds = machine.prefill_step_seconds + num_tokens / machine.prefill_rate
+            self.world.clock.after(slowness * seconds, lambda: self._done(step, slowness))
 
-        def done() -> None:
-            self.commit(block_ids, keys)
-            request.first_token = self.world.clock.now + self.world.machine.overhead_seconds
-            self._running = None
-            self.world.clock.after(self.world.machine.hand_off_seconds, handed_off)
-            self._next()
+    def _done(self, step: Sequence[tuple[Request, list[int]]], slowness: float) -> None:
+        self._running.clear()
+        for request, block_ids in step:
+            self.commit(block_ids, request.keys[: request.num_prompt_blocks])
+            request.first_token = self.world.clock.now + slowness * self.world.machine.overhead_seconds
+            self.world.clock.after(self.world.machine.hand_off_seconds, partial(self._handed_off, request, block_ids))
+        self._next()
 
-        def handed_off() -> None:
-            self.pool.release(block_ids)
-            assert request.decode is not None
-            request.decode.add(request)
-            self._next()
-
-        self.world.clock.after(uncached / self.world.machine.prefill_rate, done)
+    def _handed_off(self, request: Request, block_ids: list[int]) -> None:
+        self.pool.release(block_ids)
+        assert request.decode is not None
+        request.decode.add(request)
+        self._next()
 
 
 class Decode(Worker):

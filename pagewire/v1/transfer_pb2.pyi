@@ -679,8 +679,8 @@ class AttachPrefixRequest(_message.Message):
     first_block: _builtins.int
     """Index of the first block wanted: the receiver has those before it."""
     always: _builtins.bool
-    """An operator wants them: the sender loads from its tiers what it has there, also what is dearer to load than to
-    compute.
+    """Whatever it costs: the sender loads from its tiers what it has there, also what is dearer to load than to compute.
+    Set for operators' moves, and by receivers with --kv-fetch always.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

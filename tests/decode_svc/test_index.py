@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from pagewire.v1 import admin_pb2, admin_pb2_grpc
-from tests.decode_svc.harness import cluster, greedy, random_prompt
+from tests.decode_svc.harness import cluster, greedy, random_prompt, until
 from tests.valkey import Server
 
 
@@ -24,6 +24,10 @@ async def held(app):
 async def published(server, app):
     """The same as Redis has it, once everything is written."""
     await app.worker.quiesce()
+    return now_in_redis(server, app)
+
+
+def now_in_redis(server, app):
     me = app.description
     name = f"pw:{{{me.fingerprint.root[:16].hex()}}}:blocks:{me.worker_id}:{me.incarnation}"
     return set(server.command("SMEMBERS", name))
@@ -50,6 +54,18 @@ async def test_index_is_what_workers_hold(tiny_model, server):
         name = f"pw:{{{root[:16].hex()}}}:workers"
         assert len(server.command("SMEMBERS", name)) == 2
     assert server.command("SMEMBERS", name) in ([], set())
+
+
+async def test_c4_an_idle_workers_reset_reaches_the_index(tiny_model, server):
+    """CASES C4: nobody asks, and no step follows whose events would take this one along."""
+    async with cluster(tiny_model("llama"), redis_url=server.url) as workers:
+        await workers.run(random_prompt(9, 1), greedy(6))
+        for app in (workers.prefill, workers.decode):
+            assert await published(server, app)
+            async with grpc.aio.insecure_channel(app.description.endpoint) as channel:
+                stub = admin_pb2_grpc.AdminServiceStub(channel)
+                await stub.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
+            await until(lambda app=app: not now_in_redis(server, app))
 
 
 async def test_workers_start_and_serve_without_a_reachable_redis(tiny_model, server):

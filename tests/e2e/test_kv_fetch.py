@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import pytest
 
 from pagewire.v1 import admin_pb2, admin_pb2_grpc
 from tests.decode_svc.harness import BLOCK_SIZE, greedy, random_prompt, reference
@@ -27,10 +28,16 @@ def wait_for_the_routers_view(cluster: Cluster) -> None:
             time.sleep(0.05)
 
 
-def test_no_turn_recomputes_what_a_live_worker_holds(tiny_model: Callable[..., Path], valkey_url: str) -> None:
-    """Round robin sends every turn to workers that have not seen the last one."""
+@pytest.mark.parametrize("mode", ["always", pytest.param("auto", marks=pytest.mark.nightly)])
+def test_no_turn_recomputes_what_a_live_worker_holds(
+    tiny_model: Callable[..., Path], valkey_url: str, mode: str
+) -> None:
+    """Round robin sends every turn to workers that have not seen the last one.
+
+    What is computed all the same a counter of the worker that does it excuses: with `auto` if computing was cheaper.
+    """
     model, base = tiny_model("llama"), free_ports(5)
-    flags = (*FLAGS, "--policy", "round_robin", "--kv-fetch", "always", "--kv-fetch-min-tokens", "1",
+    flags = (*FLAGS, "--policy", "round_robin", "--kv-fetch", mode, "--kv-fetch-min-tokens", "1",
              "--metrics-port", str(base))  # fmt: skip
     history = random_prompt(41, 1)
     with Cluster(model, *flags, redis_url=valkey_url, prefill=2, decode=2) as cluster, cluster.client() as client:
@@ -38,7 +45,7 @@ def test_no_turn_recomputes_what_a_live_worker_holds(tiny_model: Callable[..., P
         def count(name: str) -> float:
             return sum(metrics(base + number).get(f"pagewire:{name}_total", 0.0) for number in range(1, 5))
 
-        computed, recomputed, num_held, workers = 0.0, 0.0, 0, set()
+        computed, recomputed, duplicate, num_held, num_hits, workers = 0.0, 0.0, 0.0, 0, 0.0, set()
         for turn in range(NUM_TURNS):
             ((expected,),) = reference(model, [(history, greedy(11))], num_blocks=128)
             done = client.complete(history, max_tokens=11, temperature=0, ignore_eos=True)
@@ -48,9 +55,21 @@ def test_no_turn_recomputes_what_a_live_worker_holds(tiny_model: Callable[..., P
             newly = count("computed_prompt_tokens") - computed
             excused = count("unfetched_tokens") - recomputed
             assert newly <= len(history) - num_held + excused, f"turn {turn}"
-            computed, recomputed = computed + newly, recomputed + excused
+            # The router says the same of its own: what a live worker had and nobody fetched.
+            again = metrics(base)["pagewire:duplicate_prefill_tokens_total"] - duplicate
+            assert again == max(0, num_held - done.usage.cached_tokens) <= excused, f"turn {turn}"
+            computed, recomputed, duplicate = computed + newly, recomputed + excused, duplicate + again
+            num_hits += done.usage.cached_tokens
             # The last output token was never fed back, so its KV is nowhere.
             num_held = (len(history) + len(expected) - 1) // BLOCK_SIZE * BLOCK_SIZE
             history += [*expected, *random_prompt(7, 2 + turn)]
         assert len(workers) == 4
-        assert count("fetched_tokens") >= 2 * BLOCK_SIZE, "turns moved, and so did their KV"
+        router = metrics(base)
+        assert router["pagewire:index_blocks"] == sum(
+            cluster.worker_status(worker).num_cached_blocks for worker in cluster.workers()
+        )
+        assert router["pagewire:index_lag_seconds"] >= 0
+        assert router["pagewire:stale_hits_total"] == 0
+        assert router["pagewire:hit_tokens_total"] == num_hits
+        if mode == "always":
+            assert count("fetched_tokens") >= 2 * BLOCK_SIZE, "turns moved, and so did their KV"

@@ -1,7 +1,8 @@
 """The hop to the event loop: whoever fails at taking a step, its requests end and the next ones are served."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -9,6 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from engine.host import EngineHost
 from engine.request import EngineRequest, StepOutput
+from engine.sequence import Schedule
+from kvstore.events import CacheEvent
+from kvstore.registry import WorkerRecord
 from pagewire.metrics import WorkerMetrics
 from pagewire.sampling import SamplingParams
 from tests.engine.fake_engine import fake_engine
@@ -40,12 +44,33 @@ class Receiver:
         self.ended |= {token.request_id for token in step.tokens if token.finish_reason}
 
 
+class Listener:
+    """A publisher that keeps what it is told, by kind."""
+
+    record = WorkerRecord("w", "here:1", "prefill", 1)
+    state = "connected"
+
+    def __init__(self) -> None:
+        self.keys: dict[str, set[bytes]] = {"stored": set(), "removed": set()}
+        self.has_removals = asyncio.Event()
+
+    def publish(self, events: Sequence[CacheEvent]) -> None:
+        for event in events:
+            self.keys[event.kind] |= set(event.keys)
+        if self.keys["removed"]:
+            self.has_removals.set()
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    async def quiesce(self, timeout: float = 10.0) -> None: ...
+
+
 @asynccontextmanager
-async def running(receiver: Receiver) -> AsyncIterator[EngineHost[None]]:
+async def running(receiver: Receiver, listener: Listener | None = None) -> AsyncIterator[EngineHost[None]]:
     engine, _ = fake_engine()
     metrics = WorkerMetrics(CollectorRegistry(), "m")
     host = EngineHost(engine, metrics, prepare=receiver.prepare, on_step=receiver.on_step)
-    await host.start()
+    await host.start(listener)
     try:
         yield host
     finally:
@@ -59,6 +84,30 @@ async def until(host: EngineHost[None], condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await host.wait_for_change()
+
+
+async def test_what_a_step_evicts_is_published_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then routers promise it: a prefill step takes a second, and the index a few milliseconds."""
+    listener, may_go_on = Listener(), threading.Event()
+    async with running(receiver := Receiver(""), listener) as host:
+        execute = host.engine._runner.execute
+
+        def slow(schedule: Schedule) -> object:
+            if host.kv_cache.stats().num_evictions:
+                assert may_go_on.wait(60)
+            return execute(schedule)
+
+        monkeypatch.setattr(host.engine._runner, "execute", slow)
+        for number in range(2):  # 18 of 16 blocks: the second evicts what the first left
+            params = SamplingParams(max_tokens=1, ignore_eos=True)
+            host.add(EngineRequest(f"{number}", tuple(range(5 + number, 41 + number)), params))
+        try:
+            await asyncio.wait_for(listener.has_removals.wait(), 60)
+            assert "1" not in receiver.ended
+            assert listener.keys["removed"] <= listener.keys["stored"]
+        finally:
+            may_go_on.set()
+        await until(host, lambda: "1" in receiver.ended)
 
 
 @pytest.mark.parametrize("broken", ["prepare", "on_step"])

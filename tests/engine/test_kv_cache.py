@@ -62,6 +62,18 @@ def test_a_snapshot_contains_what_its_events_would_say() -> None:
     assert cache.take_events() == [CacheEvent("cleared")]
 
 
+def test_an_eviction_is_told_at_once_and_nothing_else() -> None:
+    cache, told = _cache(2), list[list[CacheEvent]]()
+    cache.evicted = lambda: told.append(cache.take_events())  # whoever hears of it may look into the books
+    cache.release(_commit(cache, [1, 2, 3, 4]))
+    assert cache.allocate(3) is None
+    cache.match(cache.keys_for([1, 2]), [1, 2])
+    assert not told
+    assert cache.allocate(1) is not None
+    stored, removed = told[0]
+    assert (stored.kind, removed) == ("stored", CacheEvent("removed", tuple(cache.keys_for([1, 2, 3, 4])[1:])))
+
+
 def test_caching_can_be_off() -> None:
     assert (_cache().enable_caching, _cache(enable_caching=False).enable_caching) == (True, False)
 

@@ -101,6 +101,24 @@ def test_output_is_cached_too() -> None:
     harness.check_outputs()
 
 
+@pytest.mark.parametrize("windows", [(None,), (8, None)])
+def test_what_a_waiting_request_finds_is_not_evicted_by_those_before_it(windows: tuple[int | None, ...]) -> None:
+    """What a router has counted on when it sent the request here."""
+    harness = Harness(num_blocks=9 * len(windows), max_num_seqs=1, max_model_len=20, windows=windows)
+    for name in ("first", "second", "third"):
+        harness.ask(name, 9, max_tokens=1)
+        harness.run()
+    harness.ask("runs", 9, max_tokens=8, ignore_eos=True)
+    harness.step()
+    num_evictions = harness.cache.stats().num_evictions
+    harness.ask("waits", list(harness.requests["first"].prompt_token_ids), max_tokens=1)
+    harness.run()
+    assert harness.cache.stats().num_evictions > num_evictions
+    assert harness.cached["waits"] == 8
+    harness.check_outputs()
+    harness.check_idle()
+
+
 def test_salts_do_not_share() -> None:
     """CASES D5, C10."""
     harness = Harness()

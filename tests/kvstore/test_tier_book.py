@@ -126,6 +126,10 @@ def test_pins_keep_a_chain_until_their_time() -> None:
     assert book.pin([block.key for block in _chain("a", 5)], until=10.0) == 2
     assert _store(book, _chain("b", 1), now=9.0) == [False]
     assert book.num_pinned(9.0) == 2
+    book.unpin([chain[1].key])
+    assert book.num_pinned(9.0) == 1
+    assert book.pin([block.key for block in chain], until=10.0) == 2
+    assert book.num_pinned(9.0) == 2
     assert _store(book, _chain("b", 1), now=10.0) == [True]
     assert book.ready_keys() == [chain[0].key, b"b0"]
 
@@ -213,6 +217,15 @@ class _Machine(RuleBasedStateMachine):
     @rule(name=chains, seconds=st.integers(1, 3))
     def pin(self, name: tuple[str, str], seconds: int) -> None:
         self.book.pin([block.key for block in self._chain(name)], self.now + seconds)
+
+    @rule(name=chains, num_blocks=st.integers(1, 4))
+    def unpin(self, name: tuple[str, str], num_blocks: int) -> None:
+        self.book.unpin([block.key for block in self._chain(name)[:num_blocks]])
+
+    @rule()
+    def count_pins(self) -> None:
+        expected = sum(entry.pinned_until > self.now for entry in self.book._entries.values())
+        assert self.book.num_pinned(self.now) == expected
 
     @rule()
     def tick(self) -> None:

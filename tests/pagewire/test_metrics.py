@@ -1,12 +1,18 @@
 """Metrics: names that dashboards rely on, and an endpoint that starts, answers and ends."""
 
+import re
 import urllib.request
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from pagewire.fetch_metrics import FetchMetrics
 from pagewire.metrics import MetricsServer, RouterMetrics, RpcMetrics, WorkerMetrics
 from pagewire.ports import BindError
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_router_metrics_bear_vllms_names() -> None:
@@ -50,6 +56,46 @@ def test_worker_metrics_bear_vllms_names() -> None:
         'pagewire:transfer_failures_total{model_name="m",reason="checksum"} 1.0',
     ):
         assert line in text
+
+
+def _names(make: Callable[[CollectorRegistry], object]) -> set[str]:
+    registry = CollectorRegistry()
+    make(registry)
+    return {family.name for family in registry.collect()}
+
+
+_ROUTER = ("index_blocks", "index_lag_seconds", "index_worker_reads", "hit_tokens", "expected_hits", "stale_hits",
+           "stale_hit_tokens", "missed_assumed_tokens", "duplicate_prefill_tokens")  # fmt: skip
+_WORKER = ("hit_tokens", "fetched_tokens", "fetched_blocks", "fetched_bytes", "computed_prompt_tokens",
+           "unfetched_tokens", "recomputed_tokens", "fetch_failures", "fetches_declined", "lent_blocks",
+           "lent_tier_blocks", "lends_refused", "lends_revoked", "num_lent_tickets", "kv_tier_blocks",
+           "kv_tier_events")  # fmt: skip
+
+
+def test_what_caches_do_is_told_by_the_documented_names() -> None:
+    docs = "".join(path.read_text() for path in DOCS.glob("*.md"))
+
+    def worker(registry: CollectorRegistry) -> None:
+        WorkerMetrics(registry, "m")
+        FetchMetrics(registry, "m")
+
+    router = _names(lambda registry: RouterMetrics(registry, "m"))
+    for names, told in ((_ROUTER, router), (_WORKER, _names(worker))):
+        for name in names:
+            assert f"pagewire:{name}" in told
+            assert f"`pagewire:{name}" in docs or f"`{name}" in docs, name
+
+
+def test_docs_name_no_metric_that_is_not_there() -> None:
+    def everything(registry: CollectorRegistry) -> None:
+        WorkerMetrics(registry, "m")
+        RpcMetrics(registry)
+
+    there = _names(everything) | _names(lambda registry: RouterMetrics(registry, "m"))
+    there |= _names(lambda registry: FetchMetrics(registry, "m"))
+    for path in DOCS.glob("*.md"):
+        named = set(re.findall(r"`(pagewire:[a-z]+_[a-z_]*[a-z])", path.read_text()))
+        assert {each.removesuffix("_total") for each in named} <= there, path.name
 
 
 def test_endpoint_serves_and_ends() -> None:

@@ -247,6 +247,17 @@ async def test_the_hint_says_who_holds_the_prefix_whatever_the_policy(world: Wor
         assert found == [("p0", 9, 6), ("d1", 8, 0)]
 
 
+@pytest.mark.parametrize("policy", ["load", "round_robin", "random", "prefix"])
+async def test_what_is_counted_does_not_depend_on_the_policy(world: World, policy: str) -> None:
+    """Who does not look at caches recomputes what others have: that is what the metrics are to show."""
+    world.hold("p0", 5)
+    world.hold("p1", 8)
+    placement = world.new_placer(policy=policy).place(Demand(PROMPT, "", 4, 1))
+    assert placement.prefill is not None
+    depth = {"p0": 5, "p1": 8}[placement.prefill.worker_id]
+    assert (placement.num_device_tokens, placement.num_best_tokens) == (4 * depth, 32)
+
+
 async def test_an_explanation_is_what_would_happen_and_changes_nothing(world: World) -> None:
     world.hold("p1", 6)
     world.hold("d1", 2)

@@ -251,6 +251,19 @@ async def test_off_means_off(model, expected):
         await warm(workers)
         assert await first_token(workers, "p1", hint(workers, "p0")) == expected[0]
         assert workers["p1"].value("computed_prompt_tokens_total") == len(PROMPT)
+        assert workers["p1"].value("unfetched_tokens_total", reason="off") == NUM_BLOCKS * BLOCK_SIZE
+
+
+async def test_what_is_too_short_to_be_fetched_is_counted(model, expected):
+    """Once: what is here afterwards is not computed again."""
+    async with fleet(model, ("p0", "p1", "d0"), min_tokens=NUM_BLOCKS * BLOCK_SIZE + 1) as workers:
+        await warm(workers)
+        for _ in range(2):
+            assert await first_token(workers, "p1", hint(workers, "p0")) == expected[0]
+            assert await workers.decode("d0", workers.request(PROMPT, PARAMS, hint(workers, "p0"))) == expected
+            for name in ("p1", "d0"):
+                assert workers[name].value("unfetched_tokens_total", reason="short") == NUM_BLOCKS * BLOCK_SIZE
+                assert workers[name].value("fetched_blocks_total") == 0
 
 
 async def test_decode_fetches_what_a_lost_prefill_worker_does_not_bring(model, expected):

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from engine.rates import Rate
 from tests.decode_svc.harness import BLOCK_SIZE, NIXL, greedy, random_prompt, reference, until
 from tests.transfer_svc.fleet import Fleet, Node, fleet
 
@@ -144,6 +145,20 @@ async def test_a_lender_without_room_lends_what_its_device_has(model, expected, 
         assert await workers.decode("d0", workers.request(PROMPT, PARAMS, [below(lender)])) == expected
         assert workers["d0"].value("fetched_blocks_total") == 0
         assert workers["d0"].value("fetch_failures_total", reason="gone") == 1
+
+
+@pytest.mark.parametrize(("mode", "num_fetched"), [("always", 7), ("auto", 0)])
+async def test_always_reaches_the_lenders_tiers(model, expected, monkeypatch, mode, num_fetched):
+    """What is dearer to load than to compute is loaded for a borrower that never asks what it costs."""
+    async with fleet(model, ("p0", "d0"), options={"p0": HOST}, mode=mode) as workers:
+        lender = await sink(workers, "p0")
+        lender.engine.tiers.costs["host"].prefill = Rate(1e12, 1e9)
+        monkeypatch.setattr(workers["d0"].worker.fetcher.rates, "prefill", Rate(1e-3, 1e9))  # to d0 it is cheap
+        assert await workers.decode("d0", workers.request(PROMPT, PARAMS, [below(lender)])) == expected
+        assert workers["d0"].value("fetched_blocks_total") == num_fetched
+        assert lender.engine.tiers.counts()["host"][1]["declined"] == 7 - num_fetched
+        lost = (7 - num_fetched) * BLOCK_SIZE
+        assert workers["d0"].value("unfetched_tokens_total", reason="gone") == lost
 
 
 async def test_another_tenant_borrows_nothing(model, expected):

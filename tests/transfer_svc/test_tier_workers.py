@@ -31,9 +31,11 @@ def lose(node: Node) -> None:
     node.engine.kv_cache.reset()
 
 
-async def test_prefill_and_decode_load_what_they_have_lost(model, expected):
+@pytest.mark.parametrize("tier", ["host", "disk"])
+async def test_prefill_and_decode_load_what_they_have_lost(model, expected, tmp_path, tier):
     """CASES F6, F10: through P and D, cold, then warm from both tiers; nothing travels that is here."""
-    async with fleet(model, ("p0", "d0"), options=TIERS) as workers:
+    disks = {name: {"kv_disk_path": str(tmp_path / name), "kv_disk_size": "4MiB"} for name in TIERS}
+    async with fleet(model, ("p0", "d0"), options=TIERS if tier == "host" else disks) as workers:
         assert await workers.run("p0", "d0", PROMPT, PARAMS) == expected
         computed = workers["p0"].value("computed_prompt_tokens_total")
         pulled = workers["d0"].value("transfer_blocks_total")
@@ -41,13 +43,13 @@ async def test_prefill_and_decode_load_what_they_have_lost(model, expected):
             lose(workers[name])
         assert await workers.run("p0", "d0", PROMPT, PARAMS) == expected
         for name in ("p0", "d0"):
-            assert workers[name].value("hit_tokens_total", source="local_host") == 7 * BLOCK_SIZE
+            assert workers[name].value("hit_tokens_total", source=f"local_{tier}") == 7 * BLOCK_SIZE
             assert workers[name].value("hit_tokens_total", source="local_device") == 0
         assert workers["p0"].value("computed_prompt_tokens_total") - computed == 2
         assert workers["d0"].value("transfer_blocks_total") - pulled == 1
         assert workers["d0"].value("prefill_tokens_on_decode_total") == 0
-        assert workers["p0"].value("kv_tier_blocks", tier="host") == 7
-        assert workers["p0"].value("kv_tier_events_total", tier="host", event="stored") == 7
+        assert workers["p0"].value("kv_tier_blocks", tier=tier) == 7
+        assert workers["p0"].value("kv_tier_events_total", tier=tier, event="stored") == 7
 
 
 async def test_a_fetch_asks_the_own_tier_first(model, expected):
