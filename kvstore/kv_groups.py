@@ -71,6 +71,11 @@ class KvGroups:
         return len(self.groups) == 1 and self.groups[0].window is None
 
     @property
+    def num_full(self) -> int:
+        """Groups that keep everything; they are the first."""
+        return sum(group.window is None for group in self.groups)
+
+    @property
     def layers_per_block(self) -> int:
         return max(len(group.layers) for group in self.groups)
 

@@ -19,6 +19,7 @@ from kvstore.block_store import BlockStore
 from kvstore.redis_connection import RedisTarget, RedisUrlError
 from kvstore.redis_store import RedisBlockStore, stored_bytes
 from kvstore.tier_book import TierBook
+from kvstore.tier_chain import TierChain
 from pagewire.config import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -26,11 +27,12 @@ logger = logging.getLogger(__name__)
 
 def build_tiers(options: EngineOptions, memory: KvMemory, cache: KvCache, numerics_class: str) -> KvTiers | None:
     """None if there are to be none. Raises EngineError for a size that holds no block or is not there."""
-    tiers = []
+    tiers, chain = [], TierChain(cache.groups)
     if options.kv_offloading_size is not None:
-        tiers.append(Tier("host", _host_slots(options.kv_offloading_size, memory)))
+        slots = _host_slots(options.kv_offloading_size, memory)
+        tiers.append(Tier("host", slots, TierBook(slots.num_slots, chain=chain)))
     if options.kv_disk_path is not None and options.kv_disk_size is not None:
-        tiers.append(_disk_tier(options.kv_disk_path, options.kv_disk_size, memory, cache, numerics_class))
+        tiers.append(_disk_tier(options.kv_disk_path, options.kv_disk_size, memory, cache, numerics_class, chain))
     store = None
     if options.kv_store_url is not None and options.kv_store_size is not None:
         store = _store(options.kv_store_url, options.kv_store_size, memory, cache, numerics_class)
@@ -48,7 +50,9 @@ def _host_slots(num_bytes: int, memory: KvMemory) -> HostSlots:
     return HostSlots(num_slots, block_bytes)
 
 
-def _disk_tier(path: Path, num_bytes: int, memory: KvMemory, cache: KvCache, numerics_class: str) -> Tier:
+def _disk_tier(
+    path: Path, num_bytes: int, memory: KvMemory, cache: KvCache, numerics_class: str, chain: TierChain
+) -> Tier:
     layout = memory.layout
     name = fingerprint(cache.root, layout.layout_id, numerics_class, torch.__version__)
     least = FILE_HEADER_BYTES + record_bytes(layout.block_size) + layout.block_bytes
@@ -56,7 +60,7 @@ def _disk_tier(path: Path, num_bytes: int, memory: KvMemory, cache: KvCache, num
         raise EngineError(f"kv_disk_size = {num_bytes} bytes: a file with one block takes {least}")
     try:
         slots = DiskSlots(path, num_bytes, name, layout.block_size, layout.block_bytes)
-        book = TierBook(slots.num_slots)
+        book = TierBook(slots.num_slots, chain=chain)
         num_found = slots.restore(book)
     except OSError as error:
         raise EngineError(f"kv_disk_path = {path}: {error}") from None

@@ -21,6 +21,7 @@ from kvstore.block_pool import BlockPool
 from kvstore.block_store import BlockStore
 from kvstore.kv_groups import RELEASED, plan_groups
 from kvstore.tier_book import TierBook
+from kvstore.tier_chain import TierChain
 from pagewire.sampling import SamplingParams
 from pagewire.speculative import SpeculativeConfig
 from tests.engine.fake_runner import EOS, VOCAB_SIZE, FakeRunner, next_token, suppressed
@@ -109,12 +110,13 @@ class Harness:
 
     def _make_tiers(self) -> KvTiers:
         """Tiers that copy what the fake runner stores; `disk` and `store` are made for (block size, block bytes)."""
-        buffer, tiers = self.runner.slots.view(np.uint8), []
+        buffer, tiers, chain = self.runner.slots.view(np.uint8), [], TierChain(self.cache.groups)
         if self.num_host_blocks:
-            tiers.append(Tier("host", self.wrap_slots(HostSlots(self.num_host_blocks, buffer.shape[1]))))
+            host = self.wrap_slots(HostSlots(self.num_host_blocks, buffer.shape[1]))
+            tiers.append(Tier("host", host, TierBook(host.num_slots, chain=chain)))
         if self.disk is not None:
             slots = self.disk(self.block_size, buffer.shape[1])
-            book = TierBook(slots.num_slots)
+            book = TierBook(slots.num_slots, chain=chain)
             slots.restore(book)
             tiers.append(Tier("disk", slots, book))
         return KvTiers(
