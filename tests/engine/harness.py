@@ -19,7 +19,7 @@ from engine.tiers.store_format import StoreFormat
 from engine.tiers.tier import Slots, Tier
 from kvstore.block_pool import BlockPool
 from kvstore.block_store import BlockStore
-from kvstore.kv_groups import RELEASED, plan_groups
+from kvstore.kv_groups import RELEASED, KvGroup, KvGroups, plan_groups
 from kvstore.tier_book import TierBook
 from kvstore.tier_chain import TierChain
 from pagewire.sampling import SamplingParams
@@ -67,6 +67,7 @@ class Harness:
     make_drafter: Callable[[BlockPool], tuple[SpeculativeConfig, Drafter]] | None = None
     may_break: bool = False
     windows: tuple[int | None, ...] = (None,)
+    group_windows: tuple[int | None, ...] = ()
     num_host_blocks: int = 0
     disk: Callable[[int, int], DiskSlots] | None = None
     store: Callable[[int, int], tuple[BlockStore, StoreFormat]] | None = None
@@ -84,6 +85,9 @@ class Harness:
 
     def __post_init__(self) -> None:
         groups = plan_groups(self.windows, block_size=self.block_size, max_chunk=self.max_num_batched_tokens)
+        if self.group_windows:  # a group for each
+            each = tuple(KvGroup((layer,), window) for layer, window in enumerate(self.group_windows))
+            groups = KvGroups(each, self.block_size, self.max_num_batched_tokens)
         pool = BlockPool(
             self.num_blocks,
             enable_caching=self.enable_caching,

@@ -18,10 +18,10 @@ from kvstore.tier_chain import Place
 from tests.engine.harness import Harness, prompt_of
 
 MODELS = {
-    "one and one": (9, None),
-    "one and two": (9, None, 9),
-    "three and two": (9, None, None, 9, None),
-    "two windows": (5, 13, None),
+    "one and one": (None, 9),
+    "one and two": (None, 9, 9),
+    "three and two": (None, None, None, 9, 9),
+    "two windows": (None, 5, 13),
 }
 PROMPT = prompt_of(38, salt=3)  # nine full blocks and a rest
 
@@ -35,7 +35,7 @@ def build() -> Iterator[Callable[..., Harness]]:
             "num_blocks": 96,
             "max_model_len": 64,
             "num_host_blocks": 200,
-            "windows": MODELS[model],
+            "group_windows": MODELS[model],
         }
         built.append(Harness(**fields | options))
         return built[-1]
