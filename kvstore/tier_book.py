@@ -178,6 +178,7 @@ class TierBook:
     def forget(self, key: bytes) -> list[Entry]:
         """The block and all that come after it are not found any more. Returns them, leaves first."""
         root = self._entries.get(key)
+        neighbours = [] if root is None else self._windows.neighbours(root)
         found = [] if root is None else [root]
         for entry in found:  # grows while it is walked
             found += [self._entries[child] for child in entry.children]
@@ -186,6 +187,8 @@ class TierBook:
             self._remove(entry)
             if entry.is_ready:
                 self._leave(entry)
+        for entry in neighbours:
+            self._order.look_at(entry)
         return found[::-1]
 
     def clear(self, owner: bytes | None = None) -> list[Entry]:

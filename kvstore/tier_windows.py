@@ -83,8 +83,8 @@ class TierWindows:
         """The last full group's blocks of the next number, in all chains that go on from here."""
         found = [anchor]
         for group in self._chain.full:
-            children = [self._entries[name] for entry in found for name in entry.children]
-            found = [child for child in children if child.block.group == group]
+            children = [self._entries.get(name) for entry in found for name in entry.children]
+            found = [child for child in children if child is not None and child.block.group == group]
         return found
 
     def _sibling(self, anchor: Entry, group: int) -> Entry | None:

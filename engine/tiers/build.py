@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 def build_tiers(options: EngineOptions, memory: KvMemory, cache: KvCache, numerics_class: str) -> KvTiers | None:
     """None if there are to be none. Raises EngineError for a size that holds no block or is not there."""
-    tiers, chain = [], TierChain(cache.groups)
+    tiers = []
     if options.kv_offloading_size is not None:
         slots = _host_slots(options.kv_offloading_size, memory)
-        tiers.append(Tier("host", slots, TierBook(slots.num_slots, chain=chain)))
+        tiers.append(Tier("host", slots, TierBook(slots.num_slots, chain=TierChain(cache.groups))))
     if options.kv_disk_path is not None and options.kv_disk_size is not None:
-        tiers.append(_disk_tier(options.kv_disk_path, options.kv_disk_size, memory, cache, numerics_class, chain))
+        tiers.append(_disk_tier(options.kv_disk_path, options.kv_disk_size, memory, cache, numerics_class))
     store = None
     if options.kv_store_url is not None and options.kv_store_size is not None:
         store = _store(options.kv_store_url, options.kv_store_size, memory, cache, numerics_class)
@@ -50,9 +50,7 @@ def _host_slots(num_bytes: int, memory: KvMemory) -> HostSlots:
     return HostSlots(num_slots, block_bytes)
 
 
-def _disk_tier(
-    path: Path, num_bytes: int, memory: KvMemory, cache: KvCache, numerics_class: str, chain: TierChain
-) -> Tier:
+def _disk_tier(path: Path, num_bytes: int, memory: KvMemory, cache: KvCache, numerics_class: str) -> Tier:
     layout = memory.layout
     name = fingerprint(cache.root, layout.layout_id, numerics_class, torch.__version__)
     least = FILE_HEADER_BYTES + record_bytes(layout.block_size) + layout.block_bytes
@@ -60,7 +58,7 @@ def _disk_tier(
         raise EngineError(f"kv_disk_size = {num_bytes} bytes: a file with one block takes {least}")
     try:
         slots = DiskSlots(path, num_bytes, name, layout.block_size, layout.block_bytes)
-        book = TierBook(slots.num_slots, chain=chain)
+        book = TierBook(slots.num_slots, chain=TierChain(cache.groups))
         num_found = slots.restore(book)
     except OSError as error:
         raise EngineError(f"kv_disk_path = {path}: {error}") from None

@@ -5,6 +5,7 @@ The fake runner compares what lies in every block that a step may look at (`Fake
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,8 @@ def test_the_device_has_lost_only_a_window(build: Callable[..., Harness], model:
     assert run(harness, "again", PROMPT) == (36, {})
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("number", [0, 4, 6, 7, 8])
+@pytest.mark.parametrize("model", ["three and two", "two windows"])
+@pytest.mark.parametrize("number", [0, 4, 7, 8])
 def test_a_window_block_that_is_gone_makes_the_hit_shorter(
     build: Callable[..., Harness], model: str, number: int
 ) -> None:
@@ -134,7 +135,7 @@ def test_a_window_block_that_is_gone_makes_the_hit_shorter(
     assert run(harness, "again", PROMPT) == (expected, {"host": expected} if expected else {})
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["three and two", "two windows"])
 @pytest.mark.parametrize("group", [0, 1, -1])
 def test_a_damaged_block_is_never_used(build: Callable[..., Harness], model: str, group: int) -> None:
     """CASES F4: in any group; the tokens are right (`check_outputs`), and it isn't offered again."""
@@ -195,9 +196,6 @@ def test_blocks_that_come_out_of_order_are_written_all_the_same(build: Callable[
         for number, key in enumerate(keys):
             (block_id,) = cache.allocate(1) or ()
             harness.runner.slots[block_id] = np.asarray(PROMPT[4 * number : 4 * number + 4]) + 1000 * group
-            if group == 0:
-                held.append((block_id, number, key, group))
-                continue
             held.append((block_id, number, key, group))
     for block_id, number, key, group in sorted(held, key=lambda each: each[3]):
         tokens, parent = PROMPT[4 * number : 4 * number + 4], keys[number - 1] if number else None
@@ -222,3 +220,46 @@ def test_tenants_and_prompts_are_cleared_in_every_group(build: Callable[..., Har
     assert book_of(harness).num_ready == 4 * len(harness.cache.groups) < before
     harness.tiers.clear()
     assert book_of(harness).num_ready == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_history_gives_the_right_tokens(build: Callable[..., Harness], seed: int, tmp_path: Path) -> None:
+    """Prompts that share prefixes through a pool and tiers too small for them, which lose and damage blocks meanwhile."""
+    random = Random(seed)
+    harness = build(
+        random.choice(list(MODELS)),
+        num_blocks=random.randint(80, 110),
+        num_host_blocks=random.randint(10, 60),
+        disk=(lambda *sizes: DiskSlots(tmp_path, 40_000, b"f" * 32, *sizes)) if seed % 2 else None,
+    )
+    assert harness.tiers is not None
+    prompts = [prompt_of(random.randint(5, 40), salt=number % 3) for number in range(9)]
+    num_loaded = 0
+    for number in range(24):
+        for at in range(random.randint(1, 3)):
+            harness.ask(f"{number}.{at}", random.choice(prompts), max_tokens=random.randint(1, 6))
+        harness.run()
+        if random.random() < 0.5:
+            assert harness.tiers.quiesce()
+        for _ in range(random.randint(0, 2)):
+            damage(harness, random)
+        if random.random() < 0.6:
+            harness.cache.reset()
+        num_loaded += sum(sum(loaded.values()) for loaded in harness.loaded.values())
+        for tier in harness.tiers.tiers:
+            tier.check_integrity()
+    assert num_loaded > 0
+
+
+def damage(harness: Harness, random: Random) -> None:
+    """Forgets a block in some tier, or changes a bit of it in host memory."""
+    assert harness.tiers is not None
+    tier = random.choice(harness.tiers.tiers)
+    entries = list(tier._book._entries.values())
+    if not entries:
+        return
+    entry = random.choice(entries)
+    if isinstance(tier.slots, HostSlots) and random.random() < 0.5:
+        tier.slots.buffer[entry.slot, random.randrange(32)] ^= 1
+    else:
+        tier.forget(entry.block.key)

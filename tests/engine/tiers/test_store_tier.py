@@ -485,7 +485,7 @@ def test_what_is_dearer_than_computing_is_not_loaded(server: Server) -> None:
         harness.cache.reset()
         num_asked, wants = 0, harness.tier.wants
 
-        def asks(num_blocks: int) -> bool:
+        def asks(num_blocks: int, num_loaded: int) -> bool:
             nonlocal num_asked
             num_asked += 1
             return True
