@@ -224,7 +224,7 @@ def test_tenants_and_prompts_are_cleared_in_every_group(build: Callable[..., Har
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_history_gives_the_right_tokens(build: Callable[..., Harness], seed: int, tmp_path: Path) -> None:
-    """Prompts that share prefixes through a pool and tiers too small for them, which lose and damage blocks meanwhile."""
+    """Prompts that share prefixes, a pool and tiers too small for them, and blocks lost and damaged meanwhile."""
     random = Random(seed)
     harness = build(
         random.choice(list(MODELS)),
