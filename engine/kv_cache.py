@@ -188,19 +188,12 @@ class KvCache:
 
     def _servable(self, keys: Sequence[bytes], depth: int) -> int:
         """The deepest hit, up to `depth`, whose end every sliding group has."""
-        sliding = [i for i, group in enumerate(self.groups.groups) if group.window is not None]
-        is_settled = not sliding
-        while depth and not is_settled:
-            is_settled = True
-            for group in sliding:
-                first = self.groups.first_block(group, depth * self.block_size)
-                with self._lock:
-                    lacking = next(
-                        (i for i in range(depth - 1, first - 1, -1) if not self._pool.is_cached(keys[i], group)), None
-                    )
-                if lacking is not None:  # every hit that ends behind it, up to here, would need it
-                    depth, is_settled = lacking, False
-        return depth
+
+        def first_missing(group: int, first: int, end: int) -> int | None:
+            with self._lock:
+                return next((i for i in range(first, end) if not self._pool.is_cached(keys[i], group)), None)
+
+        return self.groups.deepest_whole(depth, first_missing)
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """The beginning of a chain whose end is in use: evicted before it, it would take the chain along."""

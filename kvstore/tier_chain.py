@@ -81,16 +81,7 @@ class TierChain:
         return 0 if window is None else -(-(window - 1) // self.groups.block_size)
 
     def deepest(self, depth: int, is_there: Callable[[int, int], bool]) -> int:
-        """The deepest hit, up to `depth`, whose windows are whole; `is_there(number, group)` says what there is.
-
-        A block that is missing ends every hit that would need it, so the search goes on before it.
-        """
-        is_settled = not self.sliding
-        while depth and not is_settled:
-            is_settled = True
-            for group in self.sliding:
-                first = self.groups.first_block(group, depth * self.groups.block_size)
-                lacking = next((i for i in range(depth - 1, first - 1, -1) if not is_there(i, group)), None)
-                if lacking is not None:
-                    depth, is_settled = lacking, False
-        return depth
+        """The deepest hit, up to `depth`, whose windows are whole; `is_there(number, group)` says what there is."""
+        return self.groups.deepest_whole(
+            depth, lambda group, first, end: next((i for i in range(first, end) if not is_there(i, group)), None)
+        )

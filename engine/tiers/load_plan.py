@@ -58,6 +58,8 @@ class LoadPlanner:
         plans: list[LoadPlan] = []
         for num_tiers in range(1, len(self._tiers) + 1):
             ends = [self._run_end(group, first, num_tiers) for group, first in enumerate(firsts)]
+            num_whole = min(ends[group] for group in self._chain.full)  # group 0 never has more than its siblings
+            ends[: self._chain.num_full] = [num_whole] * self._chain.num_full
             wanted = [
                 Place(number, group)
                 for group, (first, end) in enumerate(zip(firsts, ends, strict=True))

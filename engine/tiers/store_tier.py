@@ -173,7 +173,7 @@ class StoreTier:
             lacking = [place for place, there in zip(windows, is_there, strict=True) if not there]
             if not lacking:
                 return end - load.rest_start, [*(place for place in full if place.number < end), *windows]
-            end = max(place.number for place in lacking)  # all hits that end behind it would need it
+            end = min(place.number for place in lacking)  # all hits that end behind it would need it
         return 0, []
 
     async def _num_there(self, load: TierLoad, places: Sequence[Place], until: float) -> int:
