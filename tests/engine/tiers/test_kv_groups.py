@@ -13,6 +13,7 @@ import pytest
 
 from engine.tiers.disk_slots import DiskSlots
 from engine.tiers.host_slots import HostSlots
+from kvstore.kv_groups import KvGroup, KvGroups
 from kvstore.tier_block import owner_of
 from kvstore.tier_book import TierBook
 from kvstore.tier_chain import Place
@@ -226,18 +227,21 @@ def test_tenants_and_prompts_are_cleared_in_every_group(build: Callable[..., Har
 def test_any_history_gives_the_right_tokens(build: Callable[..., Harness], seed: int, tmp_path: Path) -> None:
     """Prompts that share prefixes, a pool and tiers too small for them, and blocks lost and damaged meanwhile."""
     random = Random(seed)
+    model = list(MODELS)[seed]
+    windows = tuple(KvGroup((), window) for window in MODELS[model])
     harness = build(
-        random.choice(list(MODELS)),
-        num_blocks=random.randint(80, 110),
+        model,
+        num_blocks=KvGroups(windows, 4, 16).num_pool_blocks(48) + random.randint(0, 4),
+        max_model_len=48,
         num_host_blocks=random.randint(10, 60),
         disk=(lambda *sizes: DiskSlots(tmp_path, 40_000, b"f" * 32, *sizes)) if seed % 2 else None,
     )
     assert harness.tiers is not None
-    prompts = [prompt_of(random.randint(5, 40), salt=number % 3) for number in range(9)]
+    prompts = [prompt_of(random.randint(5, 32), salt=number % 3) for number in range(9)]
     num_loaded = 0
     for number in range(24):
-        for at in range(random.randint(1, 3)):
-            harness.ask(f"{number}.{at}", random.choice(prompts), max_tokens=random.randint(1, 6))
+        for at in range(random.randint(1, 4)):
+            harness.ask(f"{number}.{at}", random.choice(prompts), max_tokens=random.randint(1, 16))
         harness.run()
         if random.random() < 0.5:
             assert harness.tiers.quiesce()
