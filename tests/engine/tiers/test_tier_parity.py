@@ -96,6 +96,7 @@ def test_a_restarted_engine_goes_on_from_its_disk(tiny_model: Callable[..., Path
     for family in ("llama", "llama", "qwen3"):
         engine = Engine(_options(tiny_model(family), **disk))
         assert engine.tiers is not None
+        load_whatever_it_costs(engine.tiers)
         expected.append(engine.generate(PROMPTS, PARAMS[0]))
         hits.append(engine.kv_cache.stats().num_hit_tokens)
         assert engine.tiers.quiesce()
