@@ -20,7 +20,7 @@ from kvstore.tier_block import Entry
 CostOf = Callable[[Entry], float]
 """What it costs to have a block again; at least 0, in any one unit."""
 IsUseless = Callable[[Entry], bool]
-"""Whether nobody can use a block for lack of others. Asked with a price."""
+"""Whether nobody can use a block for lack of others. Asked for what is about to go, and by `look_at`."""
 MAX_PRICED = 8
 """Prices asked for an eviction at most."""
 _IN_TURN = 2
@@ -69,7 +69,7 @@ class EvictionOrder:
         """As `put`, if it is among the leaves, and it is looked at whether anybody can use it."""
         if entry.position < 0:
             return
-        entry.cost = -entry.age if self._is_useless(entry) else self._cost_of(entry)
+        entry.cost = -1.0 - entry.age if self._is_useless(entry) else self._cost_of(entry)
         self._place(entry)
 
     def _place(self, entry: Entry) -> None:
@@ -94,7 +94,8 @@ class EvictionOrder:
             return None
         for _ in range(min(_IN_TURN, len(self._heap))):
             self._hand = (self._hand + 1) % len(self._heap)
-            self.look_at(self._heap[self._hand][2])
+            if self._heap[self._hand][0] >= 0:  # else it was found to be useless
+                self.put(self._heap[self._hand][2])
         least = self._heap[0]
         dearer: list[_Item] = []
         for _ in range(MAX_PRICED - _IN_TURN):

@@ -29,7 +29,7 @@ class Entry:
     """A block in a slot, number `depth` of its chain; callers read it and change it only through the book.
 
     `checksum` counts once it is ready. `stamp`, `age`, `cost` and `position` say when it is evicted
-    (`EvictionOrder`).
+    (`EvictionOrder`). `heirs` are the children by which the chain goes on: no window's.
     """
 
     block: TierBlock
@@ -46,3 +46,4 @@ class Entry:
     is_gone: bool = False
     position: int = -1
     children: set[bytes] = field(default_factory=set)
+    heirs: set[bytes] = field(default_factory=set)

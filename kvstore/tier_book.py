@@ -80,13 +80,13 @@ class TierBook:
         if block.key in self._entries or (block.parent is not None and (parent is None or not parent.is_ready)):
             return None
         if parent is not None:
-            parent.children.add(block.key)  # so that it is no leaf while room is made
+            self._adopt(parent, block)  # so that it is no leaf while room is made
             self._note(parent)
         for entry in self._pins.expire(now):
             self._note(entry)
         if not self._free and not self._evict():
             if parent is not None:
-                parent.children.discard(block.key)
+                self._disown(parent, block)
                 self._note(parent)
             return None
         entry = self._entries[block.key] = Entry(block, self._free.popitem()[0], _depth(block, parent))
@@ -125,7 +125,7 @@ class TierBook:
         del self._free[slot]
         entry = self._entries[block.key] = Entry(block, slot, _depth(block, parent))
         if parent is not None:
-            parent.children.add(block.key)
+            self._adopt(parent, block)
             self._note(parent)
         return self.finish_store(entry, checksum)
 
@@ -245,6 +245,8 @@ class TierBook:
                 _expect(parent is not None and parent.is_ready and key in parent.children, "a block has no parent")
                 _expect(entry.depth == _depth(entry.block, parent), "a block has another number")
             _expect(all(child in self._entries for child in entry.children), "a block has a child that is gone")
+            full = {child for child in entry.children if self._entries[child].block.group < self.chain.num_full}
+            _expect(entry.heirs == full, "a chain goes on with a window's block, or with another's")
             _expect((entry in self._order) == self._is_evictable(entry), "a leaf is missed, or another block listed")
         _expect(self.num_ready == sum(e.is_ready for e in self._entries.values()), "ready blocks are miscounted")
         _expect(all(e.is_gone and (e.num_readers or not e.is_ready) for e in self._leaving.values()), "a slot leaks")
@@ -253,6 +255,15 @@ class TierBook:
         self._order.check_integrity()
 
     # --- the books ---
+
+    def _adopt(self, parent: Entry, child: TierBlock) -> None:
+        parent.children.add(child.key)
+        if child.group < self.chain.num_full:
+            parent.heirs.add(child.key)
+
+    def _disown(self, parent: Entry, child: TierBlock) -> None:
+        parent.children.discard(child.key)
+        parent.heirs.discard(child.key)
 
     def _touch(self, entry: Entry) -> None:
         self._order.use(entry)
@@ -293,7 +304,7 @@ class TierBook:
         self._leaving[entry.slot] = entry
         parent = None if block.parent is None else self._entries.get(block.parent)
         if parent is not None:
-            parent.children.discard(block.key)
+            self._disown(parent, block)
             self._note(parent)
         self._pins.prune(len(self._entries))
         if entry.is_ready:

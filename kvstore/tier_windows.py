@@ -82,9 +82,8 @@ class TierWindows:
     def _following(self, anchor: Entry) -> list[Entry]:
         """The last full group's blocks of the next number, in all chains that go on from here."""
         found = [anchor]
-        for group in self._chain.full:
-            children = [self._entries.get(name) for entry in found for name in entry.children]
-            found = [child for child in children if child is not None and child.block.group == group]
+        for _ in self._chain.full:
+            found = [self._entries[name] for entry in found for name in entry.heirs if name in self._entries]
         return found
 
     def _sibling(self, anchor: Entry, group: int) -> Entry | None:
