@@ -54,6 +54,12 @@ class BlockTables:
         self.extend_keys(sequence)
         self._cache.renew(sequence.keys[: self.most_cached(sequence)])
 
+    def match_again(self, sequence: Sequence) -> None:
+        """The same for one that has blocks, which it gives back: others have come into the cache meanwhile."""
+        before = list(self._held(sequence))
+        self.match(sequence)
+        self._cache.release(before)
+
     def give_up(self, sequence: Sequence, num_releases: int, num_restored: int, promised: int) -> None:
         """Gives back what `match` has found and notes why; the numbers are the cache's before the look-up."""
         most, num_missing = self.most_cached(sequence), self.num_missing_on_the_way(sequence)
@@ -111,7 +117,7 @@ class BlockTables:
                 held = lengths[group] - self._groups.first_block(group, self._position(sequence))
                 lacking = min(lacking, most - held)
             total += max(0, lacking)
-        return total
+        return total if sequence.load is None else max(0, total - len(sequence.load.block_ids))
 
     def grow(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> bool:
         """Room for the tokens up to `num_tokens`; False when blocks run out, then it has none more than before.
@@ -162,11 +168,12 @@ class BlockTables:
         if num_full <= sequence.num_committed_blocks:
             return
         adapter = "" if sequence.request.adapter is None else sequence.request.adapter.name
-        for group, table in enumerate(sequence.tables):
-            released = sequence.num_released[group] if sequence.num_released else 0
-            for i in range(max(sequence.num_committed_blocks, released), num_full):
-                tokens = sequence.token_ids[i * self._block_size : (i + 1) * self._block_size]
-                parent = sequence.keys[i - 1] if i else None
+        for i in range(sequence.num_committed_blocks, num_full):  # as tiers have them: by number, then by group
+            tokens = sequence.token_ids[i * self._block_size : (i + 1) * self._block_size]
+            parent = sequence.keys[i - 1] if i else None
+            for group, table in enumerate(sequence.tables):
+                if sequence.num_released and i < sequence.num_released[group]:
+                    continue
                 table[i] = self._cache.commit(
                     table[i], sequence.keys[i], tokens, parent, sequence.request.cache_salt, adapter, group=group
                 )

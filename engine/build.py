@@ -160,9 +160,9 @@ def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: boo
             for name, is_there in {
                 "disable_hybrid_kv_cache_manager": options.disable_hybrid_kv_cache_manager,
                 "the draft model's KV has their blocks too": has_draft and None not in windows,
-                "kv_offloading_size": options.kv_offloading_size is not None,
-                "kv_disk_path": options.kv_disk_path is not None,
-                "kv_store_url": options.kv_store_url is not None,
+                "all of them slide, kv_offloading_size": options.kv_offloading_size is not None and None not in windows,
+                "all of them slide, kv_disk_path": options.kv_disk_path is not None and None not in windows,
+                "all of them slide, kv_store_url": options.kv_store_url is not None and None not in windows,
             }.items()
             if is_there
         ),

@@ -59,7 +59,7 @@ class KvCache:
         groups slide, other than by the next block of group 0."""
         self._num_query_tokens = 0
         self._num_hit_tokens = 0
-        self._followers: list[Callable[[bytes, bool], None]] = []
+        self._followers: list[Callable[[bytes, int, bool], None]] = []
         self.evicted: Callable[[], None] | None = None
         """Called when something was evicted, on whatever thread needed the room; it must be quick."""
 
@@ -190,19 +190,12 @@ class KvCache:
 
     def _servable(self, keys: Sequence[bytes], depth: int) -> int:
         """The deepest hit, up to `depth`, whose end every sliding group has."""
-        sliding = [i for i, group in enumerate(self.groups.groups) if group.window is not None]
-        is_settled = not sliding
-        while depth and not is_settled:
-            is_settled = True
-            for group in sliding:
-                first = self.groups.first_block(group, depth * self.block_size)
-                with self._lock:
-                    lacking = next(
-                        (i for i in range(depth - 1, first - 1, -1) if not self._pool.is_cached(keys[i], group)), None
-                    )
-                if lacking is not None:  # every hit that ends behind it, up to here, would need it
-                    depth, is_settled = lacking, False
-        return depth
+
+        def first_missing(group: int, first: int, end: int) -> int | None:
+            with self._lock:
+                return next((i for i in range(first, end) if not self._pool.is_cached(keys[i], group)), None)
+
+        return self.groups.deepest_whole(depth, first_missing)
 
     def renew(self, keys: Sequence[bytes]) -> None:
         """Somebody is about to want this prefix: what is cached of it is evicted after all that is free now."""
@@ -216,9 +209,9 @@ class KvCache:
             with self._lock:
                 self._pool.touch(keys[max(0, end - _PIECE) : end], group)
 
-    def is_cached(self, key: bytes) -> bool:
+    def is_cached(self, key: bytes, group: int = 0) -> bool:
         with self._lock:
-            return self._pool.is_cached(key)
+            return self._pool.is_cached(key, group)
 
     def record_query(self, num_query_tokens: int, num_hit_tokens: int) -> None:
         """Counts one request's look-up for the statistics (a look-up may be repeated before it is used)."""
@@ -258,37 +251,45 @@ class KvCache:
         *,
         group: int = 0,
         is_received: bool = False,
+        is_restored: bool = False,
     ) -> int:
         """Makes a full block findable; returns the block to use from now on, which may be another one.
 
         `parent` is the key of the block before it: those who follow the journal build chains of them; salt and
-        adapter's name are for them too. `is_received`: another worker had it.
+        adapter's name are for them too. `is_received`: another worker had it; `is_restored`: a tier.
         """
         token_ids = tuple(token_ids)
         with self._lock:
-            was_cached = self._pool.is_cached(key)
+            was_cached = self._pool.is_cached(key, group)
             block_id = self._pool.commit(block_id, key, token_ids, group, parent)
-            is_new = group == 0 and not was_cached and self._pool.is_cached(key)
-            if is_new:
+            is_new = not was_cached and self._pool.is_cached(key, group)
+            if is_new and group == 0:
                 self._journal.note(Block(key, parent, token_ids, cache_salt, adapter))
-            elif group == 0 or is_received:  # computing commits in all groups, a transfer what it has brought
+            elif group == 0 or is_received or is_restored:  # computing commits in all groups, these what they bring
                 self.num_restored += 1
         if is_new:
             for follower in self._followers:
-                follower(key, is_received)
+                follower(key, group, is_received)
         return block_id
 
-    def follow(self, follower: Callable[[bytes, bool], None]) -> None:
-        """`follower(key, is_received)` hears of each block that becomes cached, on whatever thread commits it.
+    def follow(self, follower: Callable[[bytes, int, bool], None]) -> None:
+        """`follower(key, group, is_received)` hears of each block that becomes cached, on whatever thread commits it.
 
         It must be quick.
         """
         self._followers.append(follower)
 
-    def locate(self, key: bytes) -> CachedBlock | None:
-        """Where a cached block is, for those who copy it without holding it."""
+    def take(self, key: bytes, group: int, token_ids: Sequence[int]) -> int | None:
+        """One cached block with one more reference; None if it isn't here, or is of other tokens."""
         with self._lock:
-            block_id, block = self._pool.find(key), self._journal.find(key)
+            found = self._pool.match([key], token_ids, len(token_ids), group)
+        return found[0] if found else None
+
+    def locate(self, key: bytes, group: int = 0) -> CachedBlock | None:
+        """Where a cached block is, for those who copy it without holding it. The journal knows it as group 0's; without
+        that one it would be of no use."""
+        with self._lock:
+            block_id, block = self._pool.find(key, group), self._journal.find(key)
             if block_id is None or block is None:
                 return None
             return CachedBlock(block_id, self._pool.generation(block_id), block)

@@ -264,7 +264,7 @@ class Scheduler:
                 return False
             self._tables.match(sequence)
         fits = self._num_missing_blocks(sequence) + promised <= self._cache.num_free
-        if fits and not holds_blocks and self._loads.start(sequence):
+        if fits and not holds_blocks and self._loads.start(sequence, self._cache.num_free - promised):
             return False
         if fits and sequence.prefill_only:
             fits = self._tables.reserve(sequence)

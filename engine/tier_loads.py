@@ -10,7 +10,6 @@ from engine.block_tables import BlockTables
 from engine.kv_cache import KvCache
 from engine.sequence import Sequence
 from engine.tiers.kv_tiers import KvTiers
-from engine.tiers.load import SOURCE_NAMES
 
 
 class TierLoads:
@@ -32,8 +31,11 @@ class TierLoads:
         """It waits for its load or for that of another sequence with the same prefix."""
         return sequence.load is not None or sequence in self._held_up
 
-    def start(self, sequence: Sequence) -> bool:
-        """For a sequence whose table has what the device holds: True if more is on its way and it has to wait."""
+    def start(self, sequence: Sequence, num_spare: int) -> bool:
+        """For a sequence whose table has what the device holds: True if more is on its way and it has to wait.
+
+        `num_spare` blocks are free and nobody else's: with several KV groups what it holds stays until more has come.
+        """
         if self._tiers is None:
             return False
         start, most = len(sequence.block_table), self._tables.most_cached(sequence)
@@ -43,7 +45,13 @@ class TierLoads:
             self._tables.free(sequence)
             self._held_up.add(sequence)
             return True
-        sequence.load = self._tiers.start_load(keys, sequence.token_ids, start, ask_store=not sequence.asked_store)
+        sequence.load = self._tiers.start_load(
+            keys,
+            sequence.token_ids,
+            [start] * self._tiers.chain.num_full,
+            max_blocks=None if self._tiers.chain.is_plain else num_spare,
+            ask_store=not sequence.asked_store,
+        )
         if sequence.load is not None:
             sequence.asked_store = sequence.asked_store or bool(sequence.load.rest)
             self._loading[keys[start]] = sequence
@@ -67,10 +75,14 @@ class TierLoads:
         load, sequence.load = sequence.load, None
         if load is None:
             return
-        sequence.block_table += load.block_ids[: load.num_loaded]
-        self._cache.release(load.block_ids[load.num_loaded :])
-        size = self._cache.block_size
-        self._tables.commit(sequence, len(sequence.block_table) * size)
-        sequence.num_cached_tokens = sequence.num_computed_tokens
-        counts = [(name, load.num_blocks_of(name) * size) for name in SOURCE_NAMES]
-        sequence.loaded_tokens = tuple((name, num) for name, num in counts if num)
+        if load.chain.is_plain:
+            sequence.block_table += load.block_ids[: load.num_loaded]
+            self._cache.release(load.block_ids[load.num_loaded :])
+            self._tables.commit(sequence, len(sequence.block_table) * self._cache.block_size)
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        else:
+            adapter = "" if sequence.request.adapter is None else sequence.request.adapter.name
+            landed = load.commit(sequence.request.cache_salt, adapter)
+            self._tables.match_again(sequence)
+            self._cache.release(landed)
+        sequence.loaded_tokens = load.tokens_by_source(len(sequence.block_table))

@@ -9,7 +9,8 @@ cost for all that is LRU.
 
 A leaf is priced when it comes and when it is used. Prices change meanwhile (a slower tier gains or loses the block, or
 becomes slow), so each eviction prices a few leaves anew: some in turn, whoever they are, then those that seem to be
-worth least. O(log n), with at most `MAX_PRICED` prices, whatever has changed: the tier's lock is held meanwhile.
+worth least. O(log n), with at most `MAX_PRICED` prices, whatever has changed: the tier's lock is held meanwhile. What
+is found to be useless then has no value at all.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from kvstore.tier_block import Entry
 
 CostOf = Callable[[Entry], float]
 """What it costs to have a block again; at least 0, in any one unit."""
+IsUseless = Callable[[Entry], bool]
+"""Whether nobody can use a block for lack of others. Asked for what is about to go, and by `look_at`."""
 MAX_PRICED = 8
 """Prices asked for an eviction at most."""
 _IN_TURN = 2
@@ -32,8 +35,9 @@ class EvictionOrder:
     Pure. `stamp` and `age` of an entry are changed by `use` and `inherit` only.
     """
 
-    def __init__(self, cost_of: CostOf) -> None:
+    def __init__(self, cost_of: CostOf, is_useless: IsUseless = lambda entry: False) -> None:
         self._cost_of = cost_of
+        self._is_useless = is_useless
         self._heap: list[_Item] = []
         self._clock = 0
         self._age = 0.0
@@ -59,6 +63,16 @@ class EvictionOrder:
     def put(self, entry: Entry) -> None:
         """It is a leaf that may be evicted; asks for its price."""
         entry.cost = self._cost_of(entry)
+        self._place(entry)
+
+    def look_at(self, entry: Entry) -> None:
+        """As `put`, if it is among the leaves, and it is looked at whether anybody can use it."""
+        if entry.position < 0:
+            return
+        entry.cost = -1.0 - entry.age if self._is_useless(entry) else self._cost_of(entry)
+        self._place(entry)
+
+    def _place(self, entry: Entry) -> None:
         item = (entry.age + entry.cost, entry.stamp, entry)
         if entry.position < 0:
             entry.position = len(self._heap)
@@ -80,12 +94,13 @@ class EvictionOrder:
             return None
         for _ in range(min(_IN_TURN, len(self._heap))):
             self._hand = (self._hand + 1) % len(self._heap)
-            self.put(self._heap[self._hand][2])
+            if self._heap[self._hand][0] >= 0:  # else it was found to be useless
+                self.put(self._heap[self._hand][2])
         least = self._heap[0]
         dearer: list[_Item] = []
         for _ in range(MAX_PRICED - _IN_TURN):
             entry = least[2]
-            self.put(entry)
+            self.look_at(entry)
             value = entry.age + entry.cost
             if value <= least[0]:  # not dearer than it seemed
                 break

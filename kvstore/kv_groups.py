@@ -11,14 +11,14 @@ group. Gemma 3 270M, 15 layers with a window of 512 and 3 that see everything:
 A block table is in the order of the sequence in every group; what a group has given back is `RELEASED` in it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 RELEASED = -1
 """In a block table: the sequence held a block here, and no later token will see what was in it."""
 
 _MOST_PADDING = 0.025
-_LONG_SEQUENCE = 16  # windows
+_LENGTHS = (2, 16)  # windows: of short sequences padding of the sliding groups is much, of long ones of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,11 @@ class KvGroups:
     def is_plain(self) -> bool:
         """One group that keeps everything: what most models have."""
         return len(self.groups) == 1 and self.groups[0].window is None
+
+    @property
+    def num_full(self) -> int:
+        """Groups that keep everything; they are the first."""
+        return sum(group.window is None for group in self.groups)
 
     @property
     def layers_per_block(self) -> int:
@@ -127,6 +132,23 @@ class KvGroups:
         """Blocks of the pool that a hit of `depth` blocks of a prompt takes references on."""
         return sum(depth - first for first in self.first_blocks(depth * self.block_size))
 
+    def deepest_whole(self, depth: int, first_missing: Callable[[int, int, int], int | None]) -> int:
+        """The deepest hit, up to `depth`, whose end every sliding group has.
+
+        `first_missing(group, first, end)`: the first of a group's blocks `first` … `end` - 1 that isn't there. All hits
+        that end behind it, up to here, would need it, so the search goes on before it: where all is gone, a window at
+        a time.
+        """
+        sliding = [i for i, group in enumerate(self.groups) if group.window is not None]
+        is_settled = not sliding
+        while depth and not is_settled:
+            is_settled = True
+            for group in sliding:
+                missing = first_missing(group, self.first_block(group, depth * self.block_size), depth)
+                if missing is not None:
+                    depth, is_settled = missing, False
+        return depth
+
     def deepest_hit(self, num_blocks: int, most: int) -> int:
         """The deepest hit, up to `most`, that takes no more than so many blocks of the pool."""
         low, high = 0, most
@@ -167,8 +189,8 @@ def plan_groups(
     behind the sequence's end: the kernels read it in the place of those before it, and its values must be numbers.
 
     Layers of one kind are divided into groups of equal size, the last filled up with layers that nobody uses. Larger
-    groups mean fewer tables, smaller ones less padding: the fewest groups whose padding is a small part of what a long
-    sequence holds.
+    groups mean fewer tables, smaller ones less padding: the fewest groups whose padding is a small part of what a
+    sequence of two windows holds, and one of sixteen.
     """
     if one or not any(windows):
         return KvGroups((KvGroup(tuple(range(len(windows))), latent=latent),), block_size, max_chunk)
@@ -187,14 +209,18 @@ def plan_groups(
 
 def _group_size(kinds: Sequence[tuple[int | None, int]]) -> int:
     """Layers of a group; `kinds` are windows and how many layers have them."""
-    longest = _LONG_SEQUENCE * max(window or 1 for window, _ in kinds)
+    largest = max(window or 1 for window, _ in kinds)
 
     def padding(size: int) -> float:
-        """The part of what a long sequence holds that is padding."""
-        used = sum(count * (window or longest) for window, count in kinds)
-        held = sum(-(-count // size) * size * (window or longest) for window, count in kinds)
-        return (held - used) / held
+        """The part of what a sequence holds that is padding, at most."""
+        return max(_padding(kinds, size, length * largest) for length in _LENGTHS)
 
     sizes = range(1, max(count for _, count in kinds) + 1)
     good = [size for size in sizes if padding(size) <= _MOST_PADDING]
     return max(good)
+
+
+def _padding(kinds: Sequence[tuple[int | None, int]], size: int, longest: int) -> float:
+    used = sum(count * (window or longest) for window, count in kinds)
+    held = sum(-(-count // size) * size * (window or longest) for window, count in kinds)
+    return (held - used) / held

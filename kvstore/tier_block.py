@@ -14,12 +14,14 @@ def owner_of(cache_salt: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TierBlock:
-    """A full block: 32-byte key, the key before it in its chain (None: the first), its tokens, whose it is."""
+    """A full block of a KV group: what tiers call it (32 bytes, `TierChain.name`: its key, in group 0), the block that
+    it hangs on (None: a chain's first), its tokens, whose it is."""
 
     key: bytes
     parent: bytes | None
     token_ids: tuple[int, ...]
     owner: bytes = NO_OWNER
+    group: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +29,7 @@ class Entry:
     """A block in a slot, number `depth` of its chain; callers read it and change it only through the book.
 
     `checksum` counts once it is ready. `stamp`, `age`, `cost` and `position` say when it is evicted
-    (`EvictionOrder`).
+    (`EvictionOrder`). `heirs` are the children by which the chain goes on: no window's.
     """
 
     block: TierBlock
@@ -44,3 +46,4 @@ class Entry:
     is_gone: bool = False
     position: int = -1
     children: set[bytes] = field(default_factory=set)
+    heirs: set[bytes] = field(default_factory=set)

@@ -7,7 +7,8 @@ A block that is being written is never found. A block is stored only behind its 
 what a tier holds of a chain is prefix-closed. Whoever reads or writes a slot has it: a block that is forgotten
 meanwhile is not found any more, but its slot is reused only when the last reader is done.
 
-Which leaf goes `EvictionOrder` says: exactly those that may go are in it.
+Which leaf goes `EvictionOrder` says: exactly those that may go are in it. What KV groups with a window have hangs on
+the chain of the others (`TierChain`); one that no window needs any more goes first. Events are of group 0 alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,8 @@ from kvstore.events import CacheEvent, EventKind, Tier, in_runs
 from kvstore.eviction_order import CostOf, EvictionOrder
 from kvstore.pin_times import PinTimes
 from kvstore.tier_block import Entry, TierBlock
+from kvstore.tier_chain import TierChain
+from kvstore.tier_windows import TierWindows
 
 
 class TierBook:
@@ -24,7 +27,7 @@ class TierBook:
     Pure: not thread-safe, no I/O; `now` is in seconds of any one clock.
     """
 
-    def __init__(self, num_slots: int, cost_of: CostOf = lambda entry: 1.0) -> None:
+    def __init__(self, num_slots: int, cost_of: CostOf = lambda entry: 1.0, chain: TierChain | None = None) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, got {num_slots}")
         self.num_slots = num_slots
@@ -34,7 +37,9 @@ class TierBook:
         self._entries: dict[bytes, Entry] = {}
         self._retired: list[int] = []
         self._leaving: dict[int, Entry] = {}  # forgotten, by slot; somebody still reads or writes there
-        self._order = EvictionOrder(cost_of)
+        self.chain = TierChain() if chain is None else chain
+        self._windows = TierWindows(self._entries, self.chain)
+        self._order = EvictionOrder(cost_of, self._windows.is_torn)
         self._pins = PinTimes()
         self._events: list[tuple[EventKind, bytes]] = []
 
@@ -54,13 +59,14 @@ class TierBook:
         return entry is not None and entry.is_ready
 
     def children(self, key: bytes) -> frozenset[bytes]:
-        """The blocks here that continue that one, also those that are being written."""
+        """The blocks of group 0 here that continue that one, also those that are being written."""
         entry = self._entries.get(key)
-        return frozenset() if entry is None else frozenset(entry.children)
+        children = () if entry is None else entry.children
+        return frozenset(child for child in children if not self._entries[child].block.group)
 
     def ready_keys(self) -> list[bytes]:
-        """Parents before children."""
-        return [key for key, entry in self._entries.items() if entry.is_ready]
+        """Of group 0, parents before children."""
+        return [key for key, entry in self._entries.items() if entry.is_ready and not entry.block.group]
 
     def price(self, cost_of: CostOf) -> None:
         """What blocks cost from now on."""
@@ -74,16 +80,15 @@ class TierBook:
         if block.key in self._entries or (block.parent is not None and (parent is None or not parent.is_ready)):
             return None
         if parent is not None:
-            parent.children.add(block.key)  # so that it is no leaf while room is made
+            self._adopt(parent, block)  # so that it is no leaf while room is made
             self._note(parent)
         self.num_pinned(now)  # ends pins
         if not self._free and not self._evict():
             if parent is not None:
-                parent.children.discard(block.key)
+                self._disown(parent, block)
                 self._note(parent)
             return None
-        depth = 0 if parent is None else parent.depth + 1
-        entry = self._entries[block.key] = Entry(block, self._free.popitem()[0], depth)
+        entry = self._entries[block.key] = Entry(block, self._free.popitem()[0], _depth(block, parent))
         return entry
 
     def finish_store(self, entry: Entry, checksum: int) -> bool:
@@ -95,7 +100,7 @@ class TierBook:
         entry.is_ready = True
         self.num_ready += 1
         self._touch(entry)
-        self._events.append(("stored", entry.block.key))
+        self._tell("stored", entry)
         return True
 
     def cancel_store(self, entry: Entry) -> None:
@@ -117,9 +122,9 @@ class TierBook:
         if block.key in self._entries or is_orphan or slot not in self._free:
             return False
         del self._free[slot]
-        entry = self._entries[block.key] = Entry(block, slot, 0 if parent is None else parent.depth + 1)
+        entry = self._entries[block.key] = Entry(block, slot, _depth(block, parent))
         if parent is not None:
-            parent.children.add(block.key)
+            self._adopt(parent, block)
             self._note(parent)
         return self.finish_store(entry, checksum)
 
@@ -172,6 +177,7 @@ class TierBook:
     def forget(self, key: bytes) -> list[Entry]:
         """The block and all that come after it are not found any more. Returns them, leaves first."""
         root = self._entries.get(key)
+        neighbours = [] if root is None else self._windows.neighbours(root)
         found = [] if root is None else [root]
         for entry in found:  # grows while it is walked
             found += [self._entries[child] for child in entry.children]
@@ -180,6 +186,8 @@ class TierBook:
             self._remove(entry)
             if entry.is_ready:
                 self._leave(entry)
+        for entry in neighbours:
+            self._order.look_at(entry)
         return found[::-1]
 
     def clear(self, owner: bytes | None = None) -> list[Entry]:
@@ -237,8 +245,10 @@ class TierBook:
             if entry.block.parent is not None:
                 parent = self._entries.get(entry.block.parent)
                 _expect(parent is not None and parent.is_ready and key in parent.children, "a block has no parent")
-                _expect(parent is not None and entry.depth == parent.depth + 1, "a block has another number")
+                _expect(entry.depth == _depth(entry.block, parent), "a block has another number")
             _expect(all(child in self._entries for child in entry.children), "a block has a child that is gone")
+            full = {child for child in entry.children if self._entries[child].block.group < self.chain.num_full}
+            _expect(entry.heirs == full, "a chain goes on with a window's block, or with another's")
             _expect((entry in self._order) == self._is_evictable(entry), "a leaf is missed, or another block listed")
         _expect(self.num_ready == sum(e.is_ready for e in self._entries.values()), "ready blocks are miscounted")
         _expect(all(e.is_gone and (e.num_readers or not e.is_ready) for e in self._leaving.values()), "a slot leaks")
@@ -247,6 +257,15 @@ class TierBook:
         self._order.check_integrity()
 
     # --- the books ---
+
+    def _adopt(self, parent: Entry, child: TierBlock) -> None:
+        parent.children.add(child.key)
+        if child.group < self.chain.num_full:
+            parent.heirs.add(child.key)
+
+    def _disown(self, parent: Entry, child: TierBlock) -> None:
+        parent.children.discard(child.key)
+        parent.heirs.discard(child.key)
 
     def _touch(self, entry: Entry) -> None:
         self._order.use(entry)
@@ -270,8 +289,11 @@ class TierBook:
             return False
         if entry.block.parent is not None:
             self._order.inherit(self._entries[entry.block.parent], entry)
+        neighbours = self._windows.neighbours(entry)
         self._remove(entry)
         self._leave(entry)
+        for each in neighbours:
+            self._order.look_at(each)
         self.num_evictions += 1
         return True
 
@@ -285,18 +307,27 @@ class TierBook:
         self._leaving[entry.slot] = entry
         parent = None if block.parent is None else self._entries.get(block.parent)
         if parent is not None:
-            parent.children.discard(block.key)
+            self._disown(parent, block)
             self._note(parent)
         self._pins.prune(len(self._entries))
         if entry.is_ready:
             self.num_ready -= 1
-            self._events.append(("removed", block.key))
+            self._tell("removed", entry)
+
+    def _tell(self, kind: EventKind, entry: Entry) -> None:
+        if not entry.block.group:
+            self._events.append((kind, entry.block.key))
 
     def _leave(self, entry: Entry) -> None:
         """Frees the slot of a forgotten block unless somebody reads it."""
         if not entry.num_readers:
             del self._leaving[entry.slot]
             self._free[entry.slot] = None
+
+
+def _depth(block: TierBlock, parent: Entry | None) -> int:
+    """Its number in its chain."""
+    return 0 if parent is None else parent.depth + (block.group == 0)
 
 
 def _expect(condition: bool, message: str) -> None:

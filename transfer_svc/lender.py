@@ -80,15 +80,14 @@ class Lender:
         held = self._cache.match_groups(keys[:most], token_ids)
         try:
             if held[0].end < first_block and self._host.engine.tiers is not None:
-                self._release(held)
-                held = [HeldBlocks(first_block, ())]  # what the device has the borrower has too
-            own = held[0]
-            loaded = await self._load(keys[:most], token_ids, own.end, always)
-            held[0] = own = HeldBlocks(own.first, (*own.block_ids, *loaded))
+                self._cache.release(held[0].block_ids)
+                held[0] = HeldBlocks(first_block, ())  # what the device has the borrower has too
+            has_loaded, held = await self._load(keys[:most], token_ids, held, always)
+            own, num_held = held[0], sum(len(blocks.block_ids) for blocks in held)
             if own.end <= first_block:
                 raise NotFound(f"not more than {own.end} leading blocks can be had here", reason="PREFIX_GONE")
             # What was taken is not free any more, and others may have been lent blocks meanwhile.
-            if self._num_lacking() > 0 or (loaded and len(own.block_ids) > self._most_blocks()):
+            if self._num_lacking() > 0 or (has_loaded and num_held > self._most_blocks()):
                 raise self._refused()
         except BaseException:
             self._release(held)
@@ -112,17 +111,22 @@ class Lender:
         self._observe()
         return ticket
 
-    async def _load(self, keys: Sequence[bytes], token_ids: Sequence[int], start: int, always: bool) -> list[int]:
-        """Brings what only a tier has from block number `start` on, if cheaper than computing it here, or `always`.
+    async def _load(
+        self, keys: Sequence[bytes], token_ids: Sequence[int], held: list[HeldBlocks], always: bool
+    ) -> tuple[bool, list[HeldBlocks]]:
+        """Brings what only a tier has behind `held`, if cheaper than computing it here, or `always`.
 
-        The blocks are not cached: they are there for the borrower, and free again when the ticket ends.
+        Returns whether there was anything, and what is held then: one reference on each is the caller's as before. The
+        blocks are not cached: they are there for the borrower, and free again when the ticket ends.
         """
-        tiers, room = self._host.engine.tiers, min(len(keys) - start, self._num_spare())
+        groups = self._cache.groups
+        tiers, room = self._host.engine.tiers, min(groups.num_hit_blocks(len(keys)), self._num_spare())
         if tiers is None or room < 1:
-            return []
-        load = tiers.start_load(keys, token_ids, start, max_blocks=room, always=always)
+            return False, held
+        starts = [blocks.end for blocks in held[: groups.num_full]]
+        load = tiers.start_load(keys, token_ids, starts, max_blocks=room, always=always)
         if load is None:
-            return []
+            return False, held
         num_blocks = len(load.block_ids)
         self._num_loading += num_blocks
         try:
@@ -132,10 +136,20 @@ class Lender:
             raise
         finally:
             self._num_loading -= num_blocks
-        self._cache.release(load.block_ids[load.num_loaded :])
+        more = load.tables(starts[0] + load.num_loaded if groups.is_plain else load.depth, starts)
+        if more is None:  # a part of what a hit needs is nobody's hit
+            load.give_back()
+            return False, held
         for name in SOURCE_NAMES:
             self._metrics.lent_from(name, load.num_blocks_of(name))
-        return load.block_ids[: load.num_loaded]
+        kept = held[: groups.num_full]
+        for blocks in held[groups.num_full :]:
+            self._cache.release(blocks.block_ids)
+        full = [
+            HeldBlocks(before.first, (*before.block_ids, *after.block_ids))
+            for before, after in zip(kept, more, strict=False)
+        ]
+        return bool(load.num_loaded), [*full, *more[groups.num_full :]]
 
     def relieve(self) -> None:
         """Own requests come first: call it whenever they may have come to lack blocks."""

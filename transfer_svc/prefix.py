@@ -106,7 +106,8 @@ class VerifiedPrefix:
         self._cache_salt, self._adapter = cache_salt, adapter
         keys_for = partial(self._cache.keys_for, adapter=b"" if adapter is None else adapter.key)
         self._keys = await self._host.in_thread(keys_for, self._token_ids, cache_salt)
-        if as_hit and not self._groups.is_plain:
+        as_hit = as_hit and not self._groups.is_plain
+        if as_hit:
             self.aim(self._cache.hit_depth(self._keys))
         else:
             self.match_again()
@@ -114,14 +115,22 @@ class VerifiedPrefix:
             self._host,
             self._keys,
             self._token_ids,
-            self.next_blocks[0],
+            [self.num_blocks] * self._groups.num_full if as_hit else self.next_blocks,
             cache_salt,
             "" if adapter is None else adapter.name,
+            as_runs=not as_hit and not self._groups.is_plain,
             max_blocks=self._reservations.num_spare,
             always=always,
         )
-        self._tables[0] += found.block_ids
-        self.loaded = found.num_tokens
+        if self._groups.is_plain:
+            self._tables[0] += found.block_ids
+        elif found.block_ids:
+            if as_hit:
+                self.aim(self._cache.hit_depth(self._keys))
+            else:
+                self._match_anew()
+            self._cache.release(found.block_ids)
+        self.loaded = found.num_tokens(self.num_blocks if as_hit else self.next_blocks[0])
         self._cover_what_is_here()
 
     @property
@@ -134,6 +143,13 @@ class VerifiedPrefix:
             self._cache.match_run(group, self._keys, self._token_ids, first) for group, first in enumerate(self._firsts)
         ]
         self._cover_what_is_here()
+
+    def _match_anew(self) -> None:
+        """Takes what is here now, and gives back what it had."""
+        before = self._tables
+        self.match_again()
+        for table in before:
+            self._cache.release(table)
 
     def match_further(self) -> None:
         """Takes what has come into the cache behind the blocks that are here."""
@@ -161,10 +177,8 @@ class VerifiedPrefix:
         self.cover(end)
         firsts = self._groups.first_blocks(self._groups.restart(end))
         if firsts != self._firsts:
-            before, self._firsts = self._tables, firsts
-            self.match_again()
-            for table in before:
-                self._cache.release(table)
+            self._firsts = firsts
+            self._match_anew()
 
     def aim(self, depth: int) -> None:
         """From now on the sequence is to go on behind `depth` blocks: that is what a group with a window needs."""

@@ -65,7 +65,12 @@ class WorkerPrefixes:
         depth, held = self._match(prefix, keys)
         try:
             loaded = await self._load(prefix, keys, depth)
-            depth, held = depth + len(loaded), held + loaded
+            if self._cache.groups.is_plain:
+                depth, held = depth + len(loaded), held + loaded
+            elif loaded:
+                loaded, held = [*held, *loaded], []
+                depth, held = self._match(prefix, keys)
+                self._release(loaded)
             self._end(keys[-1])
             if not self._cache.groups.is_plain and len(held) > self._most_pinned() - self.num_pinned_blocks:
                 # Other pins have come. A part of the blocks would be a part of each group, and nobody's hit.
@@ -152,7 +157,14 @@ class WorkerPrefixes:
         room = min(self._reservations.num_spare, self._most_pinned() - self.num_pinned_blocks - start)
         name = "" if prefix.adapter is None else prefix.adapter.name
         found = await load_from_tiers(
-            self._host, keys, prefix.token_ids, start, prefix.cache_salt, name, max_blocks=room, always=True
+            self._host,
+            keys,
+            prefix.token_ids,
+            [start] * self._cache.groups.num_full,
+            prefix.cache_salt,
+            name,
+            max_blocks=room,
+            always=True,
         )
         return list(found.block_ids)
 

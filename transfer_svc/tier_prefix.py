@@ -6,38 +6,47 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.host import EngineHost
-from engine.tiers.load import SOURCE_NAMES
+from engine.tiers.load import TierLoad
 
 
 @dataclass(frozen=True, slots=True)
 class FromTiers:
-    """Blocks that follow those that were here, one reference on each is the caller's; tokens by tier."""
+    """Blocks that were loaded, and others that the same hit needs: one reference on each is the caller's.
+
+    With one KV group they follow those that were here. With several everything is in the cache now: look there again,
+    then release them.
+    """
 
     block_ids: tuple[int, ...] = ()
-    num_tokens: tuple[tuple[str, int], ...] = ()
+    load: TierLoad | None = None
+
+    def num_tokens(self, num_blocks: int) -> tuple[tuple[str, int], ...]:
+        """Of the first `num_blocks` blocks of the chain the tokens that were loaded, by tier."""
+        return () if self.load is None else self.load.tokens_by_source(num_blocks)
 
 
 async def load_from_tiers(
     host: EngineHost[Any],
     keys: Sequence[bytes],
     token_ids: Sequence[int],
-    start: int,
+    starts: Sequence[int],
     cache_salt: str,
     adapter: str = "",
     *,
+    as_runs: bool = False,
     max_blocks: int,
     always: bool = False,
 ) -> FromTiers:
-    """Loads blocks from number `start` of the chain on, at most `max_blocks`, and commits them.
+    """Loads blocks from number `starts` of the chain on, at most `max_blocks`, and commits them.
 
-    Only those that are cheaper to load than to compute, or `always` all.
+    Only those that are cheaper to load than to compute, or `always` all. `starts`, `as_runs`: see `KvTiers.start_load`.
 
     The caller holds the blocks before them. When cancelled, the blocks are given back as soon as nobody fills them.
     """
-    tiers, cache = host.engine.tiers, host.kv_cache
+    tiers = host.engine.tiers
     if tiers is None or max_blocks < 1:
         return FromTiers()
-    load = tiers.start_load(keys, token_ids, start, max_blocks=max_blocks, always=always)
+    load = tiers.start_load(keys, token_ids, starts, as_runs=as_runs, max_blocks=max_blocks, always=always)
     if load is None:
         return FromTiers()
     try:
@@ -45,12 +54,6 @@ async def load_from_tiers(
     except asyncio.CancelledError:
         load.abandon()
         raise
-    size, block_ids = cache.block_size, load.block_ids
-    cache.release(block_ids[load.num_loaded :])
-    committed = []
-    for i, block_id in enumerate(block_ids[: load.num_loaded], start):
-        tokens, parent = token_ids[i * size : (i + 1) * size], keys[i - 1] if i else None
-        committed.append(cache.commit(block_id, keys[i], tokens, parent, cache_salt, adapter))
+    block_ids = tuple(load.commit(cache_salt, adapter))
     host.flush_events()
-    counts = [(name, load.num_blocks_of(name) * size) for name in SOURCE_NAMES]
-    return FromTiers(tuple(committed), tuple((name, num) for name, num in counts if num))
+    return FromTiers(block_ids, load)

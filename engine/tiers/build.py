@@ -19,6 +19,7 @@ from kvstore.block_store import BlockStore
 from kvstore.redis_connection import RedisTarget, RedisUrlError
 from kvstore.redis_store import RedisBlockStore, stored_bytes
 from kvstore.tier_book import TierBook
+from kvstore.tier_chain import TierChain
 from pagewire.config import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ def build_tiers(options: EngineOptions, memory: KvMemory, cache: KvCache, numeri
     """None if there are to be none. Raises EngineError for a size that holds no block or is not there."""
     tiers = []
     if options.kv_offloading_size is not None:
-        tiers.append(Tier("host", _host_slots(options.kv_offloading_size, memory)))
+        slots = _host_slots(options.kv_offloading_size, memory)
+        tiers.append(Tier("host", slots, TierBook(slots.num_slots, chain=TierChain(cache.groups))))
     if options.kv_disk_path is not None and options.kv_disk_size is not None:
         tiers.append(_disk_tier(options.kv_disk_path, options.kv_disk_size, memory, cache, numerics_class))
     store = None
@@ -56,7 +58,7 @@ def _disk_tier(path: Path, num_bytes: int, memory: KvMemory, cache: KvCache, num
         raise EngineError(f"kv_disk_size = {num_bytes} bytes: a file with one block takes {least}")
     try:
         slots = DiskSlots(path, num_bytes, name, layout.block_size, layout.block_bytes)
-        book = TierBook(slots.num_slots)
+        book = TierBook(slots.num_slots, chain=TierChain(cache.groups))
         num_found = slots.restore(book)
     except OSError as error:
         raise EngineError(f"kv_disk_path = {path}: {error}") from None

@@ -12,16 +12,18 @@ from engine.kv_cache import KvCache
 from engine.rates import Rate
 from engine.tiers.eviction import SlowerTier, cost_of
 from engine.tiers.load import Source, TierLoad
-from engine.tiers.load_costs import PREFILL_PRIOR, PRIORS, LoadCosts, num_worth_loading
+from engine.tiers.load_costs import PREFILL_PRIOR, PRIORS, LoadCosts, best_load
+from engine.tiers.load_plan import LoadPlan, LoadPlanner
 from engine.tiers.store_erase import Doomed
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.store_tier import StoreTier
 from engine.tiers.tier import Bytes, Tier, TierName
 from engine.tiers.write_back import WriteBack
-from kvstore.block_store import BlockName, BlockStore
+from kvstore.block_store import BlockStore
 from kvstore.events import CacheEvent
 from kvstore.events import Tier as TierOfIndex
 from kvstore.tier_block import Entry
+from kvstore.tier_chain import Place, TierChain
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class KvTiers:
         self.tier_changed: Callable[[], None] = lambda: None
         self.num_corrupt: dict[TierName, int] = {tier.name: 0 for tier in self.tiers}
         self.num_declined: dict[TierName, int] = {tier.name: 0 for tier in self.tiers}
+        self.chain = TierChain(cache.groups)
         self.prefill = Rate(PREFILL_PRIOR, 0.1)
         size, num_bytes = cache.block_size, int(buffer.shape[1])
         self.costs = {tier.name: LoadCosts(size, num_bytes, PRIORS[tier.name], self.prefill) for tier in self.tiers}
@@ -61,7 +64,7 @@ class KvTiers:
         self._num_loads = 0
         above: Sequence[Tier | None] = (None, *self.tiers)
         self._writers = [
-            WriteBack(tier, cache, buffer, upper, lambda: self.tier_changed())
+            WriteBack(tier, self.chain, cache, buffer, upper, lambda: self.tier_changed())
             for tier, upper in zip(self.tiers, above, strict=False)
         ]
         self.store = None if store is None else StoreTier(*store, cache, buffer, lambda: self.tier_changed())
@@ -83,55 +86,106 @@ class KvTiers:
         self,
         keys: Sequence[bytes],
         token_ids: Sequence[int],
-        start: int,
+        starts: Sequence[int],
         *,
+        as_runs: bool = False,
         max_blocks: int | None = None,
         ask_store: bool = False,
         always: bool = False,
     ) -> TierLoad | None:
-        """Begins to load the blocks from number `start` of the chain on that tiers hold without a gap.
+        """Begins to load what tiers have and a deeper hit of the chain needs, of each group that keeps everything from
+        block number `starts` on.
 
-        As many as had better be loaded than computed (with `always` all), at most `max_blocks`, into blocks newly taken
+        As much as had better be loaded than computed (with `always` all), at most `max_blocks`, into blocks newly taken
         from the pool. None if there is nothing, or no room for it. With `ask_store` the shared store is asked for those
-        that come after them, if that may be worth it.
+        that come after them, if that may be worth it. `as_runs`: not for a hit; of each group, `starts` are of all
+        groups, what there is without a gap.
         """
-        sources = self._find(keys, token_ids, start)
-        kept = len(sources) if max_blocks is None else max(0, min(max_blocks, len(sources)))
-        kept = kept if always else self._num_worth_loading(sources[:kept])
-        for source in sources[kept:]:
-            source.release()
-        sources = sources[:kept]
-        rest: list[BlockName] = []
-        if ask_store and self.store is not None and self.store.wants(len(keys) - start - kept):
-            rest = [BlockName(keys[i], i) for i in range(start + kept, len(keys))]
-        block_ids = self._cache.allocate(kept + len(rest)) if kept or rest else None
+        plan = self._choose(LoadPlanner(self._cache, self.tiers, self.chain, keys), starts, as_runs, max_blocks, always)
+        sources, places, held = self._take(plan, keys, token_ids)
+        begin = self._num_local(plan, starts, len(places))
+        rest = self._rest(keys, begin) if ask_store else []
+        num_blocks = len(places) + len(rest) + (self.chain.num_windows(len(keys)) if rest else 0)
+        block_ids = self._cache.allocate(num_blocks) if num_blocks else None
         if block_ids is None:
             for source in sources:
                 source.release()
+            self._cache.release(list(held.values()))
             return None
-        load = TierLoad(self._cache, sources, block_ids, rest, token_ids)
+        load = TierLoad(
+            self._cache,
+            sources,
+            block_ids,
+            rest,
+            rest_start=begin,
+            keys=keys,
+            token_ids=token_ids,
+            chain=self.chain,
+            places=places,
+            held=held,
+            depth=0 if plan is None else plan.depth,
+        )
         with self._idle:
             self._num_loads += 1
         self._loaders.submit(self._run, load)
         return load
 
-    def _find(self, keys: Sequence[bytes], token_ids: Sequence[int], start: int) -> list[Source]:
-        """Each block from the fastest tier that has it."""
-        sources: list[Source] = []
-        if start >= len(keys) or not any(tier.holds(keys[start]) for tier in self.tiers):
-            return sources
-        for tier in self.tiers:  # each is prefix-closed: where a fast one ends, only slower ones have more
-            found = tier.match(keys, token_ids, self._cache.block_size, start + len(sources))
-            sources += [Source(tier, entry) for entry in found]
-        return sources
+    def _choose(
+        self, planner: LoadPlanner, starts: Sequence[int], as_runs: bool, max_blocks: int | None, always: bool
+    ) -> LoadPlan | None:
+        """The plan that saves most. Declined blocks are counted each time that somebody would have loaded them."""
+        plans = planner.runs(starts, max_blocks) if as_runs else planner.hits(starts, max_blocks)
+        if always or not plans:
+            return plans[-1] if plans else None
+        costs = [self.costs[tier.name] for tier in self.tiers]
+        choices = [(plan.num_gained, list(zip(costs, plan.counts, strict=True))) for plan in plans]
+        best = best_load(choices, time.monotonic())
+        chosen = None if best is None else plans[best]
+        for i, tier in enumerate(self.tiers):
+            num_kept = 0 if chosen is None else chosen.counts[i]
+            self.num_declined[tier.name] += max(0, plans[-1].counts[i] - num_kept)
+        return chosen
 
-    def _num_worth_loading(self, sources: Sequence[Source]) -> int:
-        """Declined blocks are counted each time that somebody would have loaded them."""
-        nums = [(tier, sum(source.tier is tier for source in sources)) for tier in self.tiers]
-        kept = num_worth_loading([(self.costs[tier.name], num) for tier, num in nums], time.monotonic())
-        for source in sources[kept:]:
-            self.num_declined[source.tier.name] += 1
-        return kept
+    def _num_local(self, plan: LoadPlan | None, starts: Sequence[int], num_taken: int) -> int:
+        """Number of the block where the store would have to go on."""
+        if plan is None or self.chain.is_plain:
+            return max(starts) + num_taken
+        return plan.depth if num_taken == sum(plan.counts) else max(starts)
+
+    def _rest(self, keys: Sequence[bytes], begin: int) -> list[Place]:
+        """The full groups' blocks from there on that the device lacks, if the store is to be asked for them."""
+        if self.store is None or begin >= len(keys):
+            return []
+        rest = self.chain.prefix(begin, len(keys))
+        if not self.chain.is_plain:
+            rest = [place for place in rest if not self._cache.is_cached(keys[place.number], place.group)]
+        num_loaded = len(rest) + self.chain.num_windows(len(keys))
+        return rest if self.store.wants(len(keys) - begin, num_loaded) else []
+
+    def _take(
+        self, plan: LoadPlan | None, keys: Sequence[bytes], token_ids: Sequence[int]
+    ) -> tuple[list[Source], list[Place], dict[Place, int]]:
+        """Holds what is to be loaded, and what the device has of it. Of other tokens nothing is used, nor what another
+        thread has taken since: then it is less, and the hit shorter."""
+        sources: list[Source] = []
+        places: list[Place] = []
+        held: dict[Place, int] = {}
+        for place, at in () if plan is None else plan.places:
+            number, group = place
+            tokens = tuple(token_ids[number * self._cache.block_size : (number + 1) * self._cache.block_size])
+            if at is None:
+                block_id = self._cache.take(keys[number], group, tokens)
+                if block_id is None:
+                    break
+                held[place] = block_id
+                continue
+            tier = self.tiers[at]
+            entry = tier.take(self.chain.name(keys[number], group), tokens)
+            if entry is None:
+                break
+            sources.append(Source(tier, entry))
+            places.append(place)
+        return sources, places, held
 
     def _run(self, load: TierLoad) -> None:
         goes_on = False
@@ -168,11 +222,11 @@ class KvTiers:
 
     # --- down ---
 
-    def _note(self, key: bytes, is_received: bool) -> None:
+    def _note(self, key: bytes, group: int, is_received: bool) -> None:
         for writer in self._writers:
-            writer.note(key)
+            writer.note(key, group)
         if self.store is not None and not is_received:  # whoever computed it writes it
-            self.store.note(key)
+            self.store.note(key, group)
 
     def note_use(self, keys: Sequence[bytes]) -> None:
         """A request found these leading blocks on the device."""

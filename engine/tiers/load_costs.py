@@ -40,17 +40,14 @@ class LoadCosts:
         seconds = self._link.seconds(self._block_bytes) - self._link.latency
         return seconds / self.compute_seconds(1)
 
-    def saving(self, num_blocks: int, now: float) -> float:
-        """Seconds that loading so many blocks rather than computing them saves; negative if it does not pay."""
-        return self.compute_seconds(num_blocks) - self.load_seconds(num_blocks, now)
+    def is_cheaper(self, num_blocks: int, now: float, num_loaded: int | None = None) -> bool:
+        """Loading so many blocks rather than computing them; with several KV groups that is `num_loaded` to load."""
+        num_loaded = num_blocks if num_loaded is None else num_loaded
+        return self.compute_seconds(num_blocks) > self.load_seconds(num_loaded, now)
 
-    def is_cheaper(self, num_blocks: int, now: float) -> bool:
-        """Loading so many blocks rather than computing them."""
-        return self.saving(num_blocks, now) > 0
-
-    def deadline(self, num_blocks: int, now: float, slack: float, least: float) -> float:
+    def deadline(self, num_blocks: int, now: float, slack: float, least: float, num_loaded: int | None = None) -> float:
         """How long a request waits: `slack` times the estimate, no longer than computing takes, but `least` seconds."""
-        estimate = slack * self.load_seconds(num_blocks, now)
+        estimate = slack * self.load_seconds(num_blocks if num_loaded is None else num_loaded, now)
         return max(least, min(estimate, self.compute_seconds(num_blocks)))
 
     def observe(self, num_blocks: int, first: float, rest: float, now: float, *, num_first: int = 0) -> None:
@@ -67,18 +64,19 @@ class LoadCosts:
         self._measured_at = now
 
 
-def num_worth_loading(runs: Sequence[tuple[LoadCosts, int]], now: float) -> int:
-    """How many leading blocks to load; `runs` are tiers and how many of the blocks, one after the other, each has.
+def best_load(choices: Sequence[tuple[int, Sequence[tuple[LoadCosts, int]]]], now: float) -> int | None:
+    """Which of the choices saves most; None if none does. Each is how many blocks need not be computed then, and what
+    is to be loaded for it: tiers and how many blocks of each.
 
     Whatever is not loaded is computed, and all that comes after it, so a slow tier may be worth its while only for a
     fast one behind it.
     """
-    num_blocks, saving, best, most = 0, 0.0, 0, 0.0
-    for costs, num_of_tier in runs:
-        if not num_of_tier:
-            continue  # a tier that has none of them isn't asked, so its latency isn't paid
-        num_blocks += num_of_tier
-        saving += costs.saving(num_of_tier, now)
+    best, most = None, 0.0
+    for i, (num_saved, loads) in enumerate(choices):
+        used = [(costs, num_blocks) for costs, num_blocks in loads if num_blocks]  # of others no latency is paid
+        if not used:
+            continue
+        saving = used[0][0].compute_seconds(num_saved) - sum(costs.load_seconds(num, now) for costs, num in used)
         if saving > most:
-            best, most = num_blocks, saving
+            best, most = i, saving
     return best

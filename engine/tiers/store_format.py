@@ -1,6 +1,6 @@
 """The bytes of a block in a shared store: one value, so it is there whole or not at all.
 
-    value   "PWKVSTO1" · fingerprint (32) · a record as on disk (`disk_format`) · the block's bytes
+    value   "PWKVSTO2" · fingerprint (32) · a record as on disk (`disk_format`) · the block's bytes
 
 A value says by itself whose it is, what it holds and whether it is whole; whoever reads one believes nothing else.
 """
@@ -10,7 +10,7 @@ from engine.tiers.tier import Bytes
 from engine.transfer.checksum import checksum
 from kvstore.tier_block import TierBlock
 
-_MAGIC = b"PWKVSTO1"
+_MAGIC = b"PWKVSTO2"
 
 
 class StoreFormat:

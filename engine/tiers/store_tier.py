@@ -25,6 +25,7 @@ from engine.tiers.store_writer import StoreWriter
 from engine.tiers.tier import Bytes
 from kvstore.background import end_tasks
 from kvstore.block_store import BlockStore, StoreError
+from kvstore.tier_chain import Place, TierChain
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ T = TypeVar("T")
 _MAX_LOADS = 4
 _NAMES_PER_TOUCH = 512
 _BYTES_PER_GET = 8 << 20
+_MAX_SEARCHES = 8
+"""Hits whose windows are asked for."""
 _CLOSE_SECONDS = 10.0
 """Far more than what is cancelled and a store's `close` need."""
 
@@ -64,16 +67,16 @@ class StoreTier:
         self._buffer = buffer
         self._loop = asyncio.new_event_loop()
         self._turns = asyncio.Semaphore(_MAX_LOADS)
-        self._writer = StoreWriter(self._access, form, cache, buffer, self._loop, changed)
+        self._writer = StoreWriter(self._access, form, TierChain(cache.groups), cache, buffer, self._loop, changed)
         self._thread = threading.Thread(target=self._loop.run_forever, name="tier-store", daemon=True)
         self._thread.start()
         self._writing = self._submit(self._writer.run())
 
     # --- down ---
 
-    def note(self, key: bytes) -> None:
+    def note(self, key: bytes, group: int = 0) -> None:
         """The block has become cached."""
-        self._writer.note(key)
+        self._writer.note(key, group)
 
     def note_use(self, keys: Sequence[bytes]) -> None:
         """A request found this chain on the device."""
@@ -85,16 +88,24 @@ class StoreTier:
 
     # --- up ---
 
-    def wants(self, num_blocks: int) -> bool:
-        """Whether to ask for so many blocks: if it has them all, that had better be cheaper than computing them."""
+    def wants(self, num_blocks: int, num_loaded: int | None = None) -> bool:
+        """Whether to ask for so many blocks of a chain: if it has them all, that had better be cheaper than computing
+        them. With several KV groups they are `num_loaded` in the store."""
         may_ask = not (self._access.is_away or self._access.is_slow)
-        return num_blocks > 0 and may_ask and self.costs.is_cheaper(num_blocks, self._loop.time())
+        return num_blocks > 0 and may_ask and self.costs.is_cheaper(num_blocks, self._loop.time(), num_loaded)
 
     def start(self, load: TierLoad, ended: Callable[[], None]) -> None:
         """Brings what it can of `load.rest`; the load and then `ended` hear of the end, whatever happens."""
         settings, now = self.settings, self._loop.time()
-        until = now + self.costs.deadline(len(load.rest), now, settings.slack, settings.min_deadline)
+        num_blocks, num_loaded = self._most(load)
+        until = now + self.costs.deadline(num_blocks, now, settings.slack, settings.min_deadline, num_loaded)
         self._submit(self._load(load, until, ended))
+
+    @staticmethod
+    def _most(load: TierLoad) -> tuple[int, int]:
+        """Blocks of the chain, and of all groups, if the store has everything."""
+        end = load.rest[-1].number + 1
+        return end - load.rest_start, len(load.rest) + load.chain.num_windows(end)
 
     async def _load(self, load: TierLoad, until: float, ended: Callable[[], None]) -> None:
         try:
@@ -124,17 +135,18 @@ class StoreTier:
     async def _bring(self, load: TierLoad, until: float) -> None:
         """Raises StoreError; what came before that is of use, and has been measured like all else."""
         began = asked = self._loop.time()
-        expected = self.costs.load_seconds(len(load.rest), began)
+        expected = self.costs.load_seconds(self._most(load)[1], began)
         failed = True
         try:
-            depth = await self._depth(load, until)
+            num_gained, wanted = await self._find(load, until)
             asked = self._loop.time()
-            if depth and not self.costs.is_cheaper(depth, asked):
-                self.num_declined += depth
-                depth = 0
-            await self._bring_first(load, depth, until)
+            if wanted and not self.costs.is_cheaper(num_gained, asked, len(wanted)):
+                self.num_declined += len(wanted)
+                wanted = []
+            load.places += wanted
+            await self._bring_all(load, wanted, until)
             failed = False
-            if depth and load.num_from_store == depth:
+            if wanted and load.num_from_store == len(wanted):
                 self._access.note_load()
         except TooSlow:
             if self._loop.time() - began >= expected:  # not if its turn came late
@@ -147,34 +159,55 @@ class StoreTier:
             else:
                 self.costs.observe(load.num_from_store, asked - began, now - asked, now)
 
-    async def _bring_first(self, load: TierLoad, depth: int, until: float) -> None:
-        """The first `depth` of the wanted blocks, or fewer."""
-        most = max(1, _BYTES_PER_GET // self._form.value_bytes)
-        while load.num_from_store < depth and not load.is_abandoned:
-            if not await self._bring_some(load, min(most, depth - load.num_from_store), until):
+    async def _find(self, load: TierLoad, until: float) -> tuple[int, list[Place]]:
+        """The deepest hit that the store allows: by how many blocks it is deeper, and what is to be brought for it."""
+        full = load.rest[: await self._num_there(load, load.rest, until)]
+        if not load.chain.sliding:
+            return len(full), list(full)
+        end = load.rest[-1].number + 1 if len(full) == len(load.rest) else load.rest[len(full)].number
+        for _ in range(_MAX_SEARCHES):
+            if end <= load.rest_start:
                 break
+            windows = load.missing_windows(end)
+            is_there = await self._there(load, windows, until)
+            lacking = [place for place, there in zip(windows, is_there, strict=True) if not there]
+            if not lacking:
+                return end - load.rest_start, [*(place for place in full if place.number < end), *windows]
+            end = min(place.number for place in lacking)  # all hits that end behind it would need it
+        return 0, []
 
-    async def _depth(self, load: TierLoad, until: float) -> int:
-        """How many of the wanted blocks the store has without a gap."""
+    async def _num_there(self, load: TierLoad, places: Sequence[Place], until: float) -> int:
+        """How many of them the store has without a gap."""
         num_there = 0
-        while num_there < len(load.rest) and not (load.is_abandoned or self._access.is_away):
-            names = load.rest[num_there : num_there + _NAMES_PER_TOUCH]
-            is_there = await self._ask(self._access.store.touch(names), until)
-            found = is_there.index(False) if False in is_there else len(names)
+        while num_there < len(places) and not (load.is_abandoned or self._access.is_away):
+            asked = places[num_there : num_there + _NAMES_PER_TOUCH]
+            is_there = await self._there(load, asked, until)
+            found = is_there.index(False) if False in is_there else len(asked)
             num_there += found
-            if found < len(names):
+            if found < len(asked):
                 break
         return num_there
 
-    async def _bring_some(self, load: TierLoad, most: int, until: float) -> bool:
+    async def _there(self, load: TierLoad, places: Sequence[Place], until: float) -> list[bool]:
+        """Which of them the store has."""
+        return await self._ask(self._access.store.touch(load.names(places)), until) if places else []
+
+    async def _bring_all(self, load: TierLoad, wanted: Sequence[Place], until: float) -> None:
+        """In order, as far as all is right."""
+        most = max(1, _BYTES_PER_GET // self._form.value_bytes)
+        while load.num_from_store < len(wanted) and not load.is_abandoned:
+            if not await self._bring_some(load, wanted[load.num_from_store :][:most], until):
+                break
+
+    async def _bring_some(self, load: TierLoad, places: Sequence[Place], until: float) -> bool:
         """The next blocks, verified one by one; whether all were right."""
-        names = load.rest[load.num_from_store :][:most]
+        names = load.names(places)
         values = await self._ask(self._access.store.get([name.key for name in names]), until)
-        for name, value in zip(names, values, strict=True):
+        for place, name, value in zip(places, names, values, strict=True):
             if value is None:  # evicted in this moment
                 return False
             target = self._buffer[load.block_ids[load.num_loaded]]
-            wrong = self._form.copy(value, name.key, load.token_ids_of(name), target)
+            wrong = self._form.copy(value, name.key, load.token_ids_of(place), target)
             if wrong:
                 self.num_corrupt += 1
                 logger.error("tier store: block %s is corrupt: %s", name.key.hex()[:16], wrong)

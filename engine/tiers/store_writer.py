@@ -15,12 +15,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.kv_cache import CachedBlock, KvCache
+from engine.kv_cache import KvCache
 from engine.tiers.store_access import StoreAccess
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.tier import Bytes
 from kvstore.block_store import BlockName, StoreError
 from kvstore.tier_block import TierBlock, owner_of
+from kvstore.tier_chain import TierChain
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,22 @@ _MAX_REMEMBERED = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Blocks `keys` of a chain; the number of the first one, if it is known. `is_new`: one that has just become cached,
-    else they are renewed, and probably there."""
+    """Blocks `keys` of a chain in a KV group; the number of the first one, if it is known. `is_new`: one that has just
+    become cached, else they are renewed, and probably there."""
 
     keys: Sequence[bytes]
     depth: int | None
     is_new: bool
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A block by its name in the store, and by key and KV group."""
+
+    name: BlockName
+    key: bytes
+    group: int
 
 
 class StoreWriter:
@@ -51,6 +62,7 @@ class StoreWriter:
         self,
         access: StoreAccess,
         form: StoreFormat,
+        chain: TierChain,
         cache: KvCache,
         buffer: Bytes,
         loop: asyncio.AbstractEventLoop,
@@ -65,6 +77,7 @@ class StoreWriter:
         """Whoever has it is not written past."""
         self._access = access
         self._form = form
+        self._chain = chain
         self._cache = cache
         self._buffer = buffer
         self._loop = loop
@@ -79,9 +92,9 @@ class StoreWriter:
         self._depths: OrderedDict[bytes, int] = OrderedDict()
         self._seen: OrderedDict[bytes, float] = OrderedDict()  # there, at that time
 
-    def note(self, key: bytes) -> None:
+    def note(self, key: bytes, group: int = 0) -> None:
         """The block has become cached."""
-        if not self._add(_Job((key,), None, is_new=True)):
+        if not self._add(_Job((key,), None, is_new=True, group=group)):
             self.num_lost += 1
 
     def note_use(self, keys: Sequence[bytes]) -> None:
@@ -92,9 +105,19 @@ class StoreWriter:
         now = time.monotonic()
         with self._lock:
             is_due = now - self._renewed.get(keys[-1], float("-inf")) >= _RENEW_SECONDS
-            if is_due and self._add(_Job(tuple(keys), 0, is_new=False)):
+            are_added = [self._add(job) for job in self._renewals(keys)] if is_due else [False]
+            if all(are_added):
                 self._renewed[keys[-1]] = now
                 _bound(self._renewed)
+
+    def _renewals(self, keys: Sequence[bytes]) -> list[_Job]:
+        """What a hit of these blocks has used, group by group."""
+        firsts = self._chain.groups.first_blocks(len(keys) * self._chain.groups.block_size)
+        return [
+            _Job(tuple(keys[first:]), first, is_new=False, group=group)
+            for group, first in enumerate(firsts)
+            if first < len(keys)
+        ]
 
     def has_seen(self, key: bytes) -> bool:
         """It was in the store when this worker last looked, as far as it remembers. From any thread, without a lock."""
@@ -124,7 +147,7 @@ class StoreWriter:
                 num_before = self.num_stored + self.num_lost
                 try:
                     async with self.turn:
-                        await self._store([name for job in jobs for name in self._named(job)])
+                        await self._store([wanted for job in jobs for wanted in self._named(job)])
                 except StoreError:
                     self.num_lost += max(0, num_new - (self.num_stored + self.num_lost - num_before))
                     with self._lock:
@@ -164,14 +187,14 @@ class StoreWriter:
                 self._lock.notify_all()
         return jobs
 
-    def _named(self, job: _Job) -> list[BlockName]:
-        names = []
+    def _named(self, job: _Job) -> list[_Wanted]:
+        found = []
         for i, key in enumerate(job.keys):
             depth = self._depth(key) if job.depth is None else job.depth + i
             self._depths[key] = depth
-            names.append(BlockName(key, depth))
+            found.append(_Wanted(BlockName(self._chain.name(key, job.group), depth), key, job.group))
         _bound(self._depths)
-        return names
+        return found
 
     def _depth(self, key: bytes) -> int:
         """Its number in its chain, as far as what comes before is remembered or cached."""
@@ -183,17 +206,17 @@ class StoreWriter:
             found = self._cache.locate(parent)
         return num_before
 
-    async def _store(self, names: Sequence[BlockName]) -> None:
+    async def _store(self, wanted: Sequence[_Wanted]) -> None:
         """Raises StoreError; blocks before that may have been stored."""
         store, ask = self._access.store, self._access.ask
         if self._access.is_away:
             raise StoreError("away")
-        is_there = await ask(store.touch(names), _TOUCH_SECONDS)
-        missing = [name for name, there in zip(names, is_there, strict=True) if not there]
-        self._note_seen(name.key for name, there in zip(names, is_there, strict=True) if there)
+        is_there = await ask(store.touch([each.name for each in wanted]), _TOUCH_SECONDS)
+        missing = [each for each, there in zip(wanted, is_there, strict=True) if not there]
+        self._note_seen(each.name.key for each, there in zip(wanted, is_there, strict=True) if there)
         most = max(1, min(store.max_batch, _BYTES_PER_PUT // self._form.value_bytes))
         for start in range(0, len(missing), most):
-            values = [(name, value) for name in missing[start : start + most] if (value := self._copy(name.key))]
+            values = [(each.name, value) for each in missing[start : start + most] if (value := self._copy(each))]
             self.num_lost += min(most, len(missing) - start) - len(values)
             if values:
                 stored = await ask(store.put(values), _PUT_SECONDS)
@@ -210,17 +233,17 @@ class StoreWriter:
             self._seen.move_to_end(key)
         _bound(self._seen)
 
-    def _copy(self, key: bytes) -> bytes | None:
+    def _copy(self, wanted: _Wanted) -> bytes | None:
         """The value of a block that is on the device, None if it isn't; it is not held meanwhile."""
-        cached = self._cache.locate(key)
+        key, group = wanted.key, wanted.group
+        cached = self._cache.locate(key, group)
         if cached is None:
             return None
-        value = self._form.encode(_tier_block(key, cached), self._buffer[cached.block_id])
-        return value if self._cache.locate(key) == cached else None
-
-
-def _tier_block(key: bytes, cached: CachedBlock) -> TierBlock:
-    return TierBlock(key, cached.block.parent, cached.block.token_ids, owner_of(cached.block.cache_salt))
+        parent = self._chain.parent(key, cached.block.parent, group)
+        owner = owner_of(cached.block.cache_salt)
+        block = TierBlock(wanted.name.key, parent, cached.block.token_ids, owner, group)
+        value = self._form.encode(block, self._buffer[cached.block_id])
+        return value if self._cache.locate(key, group) == cached else None
 
 
 def _bound(remembered: OrderedDict[bytes, float] | OrderedDict[bytes, int]) -> None:

@@ -52,6 +52,7 @@ class Tier:
         self.name = name
         self.slots = slots
         self._book = TierBook(slots.num_slots) if book is None else book
+        self._chain = self._book.chain
         self._lock = threading.Lock()
 
     def price(self, cost_of: CostOf) -> None:
@@ -76,9 +77,9 @@ class Tier:
             return self._book.holds(key)
 
     def children(self, key: bytes) -> frozenset[bytes]:
-        """The blocks here that continue that one."""
+        """The blocks of KV group 0 here that continue that one."""
         with self._lock:
-            return self._book.children(key)
+            return self._book.children(self._chain.name(key, self._chain.num_full - 1))
 
     def ready_keys(self) -> list[bytes]:
         with self._lock:
@@ -102,9 +103,11 @@ class Tier:
             self._book.cancel_store(entry)
             self._book.shrink(entry.slot)
 
-    def match(self, keys: Sequence[bytes], token_ids: Sequence[int], block_size: int, start: int) -> list[Entry]:
+    def take(self, name: bytes, token_ids: Sequence[int]) -> Entry | None:
+        """One block of these tokens with one more reader; it was of use."""
         with self._lock:
-            return self._book.match(keys, token_ids, block_size, start)
+            found = self._book.match([name], token_ids, len(token_ids))
+        return found[0] if found else None
 
     def read(self, key: bytes) -> Entry | None:
         with self._lock:
@@ -121,19 +124,32 @@ class Tier:
             return [key for key in keys if not self._book.holds(key)]
 
     def pin(self, keys: Sequence[bytes], until: float) -> int:
-        """As the book's, but never more than half of the slots in all."""
+        """As the book's: the leading blocks of the chain of these keys, with what a hit behind them needs of every KV
+        group, but never more than half of the slots in all. Returns how many leading blocks."""
         with self._lock:
             spare = self._book.num_slots // 2 - self._book.num_pinned(time.monotonic())
-            return self._book.pin(keys[: max(0, spare)], until)
+            depth = self._depth(keys[: self._chain.groups.deepest_hit(max(0, spare), len(keys))])
+            self._book.pin(self._chain.names(keys, self._chain.of_hit(depth)), until)
+            return depth
 
     def unpin(self, keys: Sequence[bytes]) -> None:
+        """Every KV group's."""
+        groups = range(len(self._chain.groups))
         with self._lock:
-            self._book.unpin(keys)
+            self._book.unpin([self._chain.name(key, group) for key in keys for group in groups])
 
     def depth(self, keys: Sequence[bytes]) -> int:
-        """Leading blocks of the chain that can be read."""
+        """Leading blocks of the chain behind which a sequence could go on with what can be read here."""
         with self._lock:
-            return next((i for i, key in enumerate(keys) if not self._book.holds(key)), len(keys))
+            return self._depth(keys)
+
+    def _depth(self, keys: Sequence[bytes]) -> int:
+        def is_there(number: int, group: int) -> bool:
+            return self._book.holds(self._chain.name(keys[number], group))
+
+        full = self._chain.full
+        num_whole = next((i for i in range(len(keys)) if not all(is_there(i, group) for group in full)), len(keys))
+        return self._chain.deepest(num_whole, is_there)
 
     def forget(self, key: bytes) -> list[Entry]:
         with self._lock:

@@ -11,7 +11,7 @@ import errno
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -22,12 +22,15 @@ from engine.kv_cache import KvCache
 from engine.tiers.tier import Bytes, Tier
 from engine.transfer.checksum import checksum as checksum_of
 from kvstore.tier_block import Entry, TierBlock, owner_of
+from kvstore.tier_chain import TierChain
 
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
 """Jobs; a block that becomes cached beyond that is not written back."""
 LOG_EVERY_SECONDS = 60.0
+_MAX_PARKED = 1 << 14
+"""Blocks that wait for what they hang on: a transfer brings one KV group after the other."""
 
 
 class WriteBack:
@@ -37,12 +40,21 @@ class WriteBack:
     """
 
     def __init__(
-        self, tier: Tier, cache: KvCache, buffer: Bytes, above: Tier | None, changed: Callable[[], None]
+        self,
+        tier: Tier,
+        chain: TierChain,
+        cache: KvCache,
+        buffer: Bytes,
+        above: Tier | None,
+        changed: Callable[[], None],
     ) -> None:
         self.num_stored = 0
         self.num_lost = 0
         self.num_failed = 0
         self._tier = tier
+        self._chain = chain
+        self._parked: OrderedDict[bytes, list[tuple[bytes, int]]] = OrderedDict()  # by what they hang on
+        self._num_parked = 0
         self._cache = cache
         self._buffer = buffer
         self._above = above
@@ -55,9 +67,9 @@ class WriteBack:
         self._thread = threading.Thread(target=self._run, name=f"tier-{tier.name}", daemon=True)
         self._thread.start()
 
-    def note(self, key: bytes) -> None:
+    def note(self, key: bytes, group: int = 0) -> None:
         """The block has become cached."""
-        self._add(partial(self._store, key))
+        self._add(partial(self._store_with_parked, key, group))
 
     def note_use(self, keys: Sequence[bytes]) -> None:
         """A request found this chain on the device: it is to stay here too, and comes if it is missing."""
@@ -119,26 +131,55 @@ class WriteBack:
                 logger.exception("tier %s: a block could not be written", self._tier.name)
 
     def _renew(self, keys: Sequence[bytes]) -> None:
-        for key in self._tier.touch(keys):
-            if not self._store(key):
+        places = self._chain.of_hit(len(keys))
+        missing = set(self._tier.touch(self._chain.names(keys, places)))
+        for number, group in places:
+            if self._chain.name(keys[number], group) not in missing or self._store(keys[number], group):
+                continue
+            if group < self._chain.num_full:
                 return
 
-    def _store(self, key: bytes) -> bool:
+    def _store_with_parked(self, key: bytes, group: int) -> None:
+        """The block, and all that has waited for it."""
+        ready = [(key, group)]
+        for each in ready:  # grows while it is walked
+            if self._store(*each) and not self._chain.is_plain:
+                parked = self._parked.pop(self._chain.name(*each), [])
+                self._num_parked -= len(parked)
+                ready += parked
+
+    def _has_to_wait(self, parent: bytes | None, key: bytes, group: int) -> bool:
+        """For what it hangs on."""
+        if parent is None or self._chain.is_plain or self._tier.holds(parent):
+            return False
+        self._parked.setdefault(parent, []).append((key, group))
+        self._num_parked += 1
+        while self._num_parked > _MAX_PARKED:
+            lost = len(self._parked.popitem(last=False)[1])
+            self._num_parked -= lost
+            self.num_lost += lost
+        return True
+
+    def _store(self, key: bytes, group: int) -> bool:
         """True if the block is in the tier afterwards."""
-        if self._tier.holds(key):
+        name = self._chain.name(key, group)
+        if self._tier.holds(name):
             return True
-        above = None if self._above is None else self._above.read(key)
+        above = None if self._above is None else self._above.read(name)
         if self._above is not None and above is not None:
             try:
-                return self._store_entry(self._above, above)
+                return not self._has_to_wait(above.block.parent, key, group) and self._store_entry(self._above, above)
             finally:
                 self._above.release([above])
-        cached = self._cache.locate(key)
+        cached = self._cache.locate(key, group)
         if cached is None:
             self.num_lost += 1
             return False
-        block = TierBlock(key, cached.block.parent, cached.block.token_ids, owner_of(cached.block.cache_salt))
-        return self._write(block, self._buffer[cached.block_id], lambda: self._cache.locate(key) == cached)
+        parent = self._chain.parent(key, cached.block.parent, group)
+        if self._has_to_wait(parent, key, group):
+            return False
+        block = TierBlock(name, parent, cached.block.token_ids, owner_of(cached.block.cache_salt), group)
+        return self._write(block, self._buffer[cached.block_id], lambda: self._cache.locate(key, group) == cached)
 
     def _store_entry(self, above: Tier, entry: Entry) -> bool:
         """From the tier above, which holds still."""

@@ -19,8 +19,9 @@ from engine.tiers.store_format import StoreFormat
 from engine.tiers.tier import Slots, Tier
 from kvstore.block_pool import BlockPool
 from kvstore.block_store import BlockStore
-from kvstore.kv_groups import RELEASED, plan_groups
+from kvstore.kv_groups import RELEASED, KvGroup, KvGroups, plan_groups
 from kvstore.tier_book import TierBook
+from kvstore.tier_chain import TierChain
 from pagewire.sampling import SamplingParams
 from pagewire.speculative import SpeculativeConfig
 from tests.engine.fake_runner import EOS, VOCAB_SIZE, FakeRunner, next_token, suppressed
@@ -66,6 +67,7 @@ class Harness:
     make_drafter: Callable[[BlockPool], tuple[SpeculativeConfig, Drafter]] | None = None
     may_break: bool = False
     windows: tuple[int | None, ...] = (None,)
+    group_windows: tuple[int | None, ...] = ()
     num_host_blocks: int = 0
     disk: Callable[[int, int], DiskSlots] | None = None
     store: Callable[[int, int], tuple[BlockStore, StoreFormat]] | None = None
@@ -83,6 +85,9 @@ class Harness:
 
     def __post_init__(self) -> None:
         groups = plan_groups(self.windows, block_size=self.block_size, max_chunk=self.max_num_batched_tokens)
+        if self.group_windows:  # a group for each
+            each = tuple(KvGroup((layer,), window) for layer, window in enumerate(self.group_windows))
+            groups = KvGroups(each, self.block_size, self.max_num_batched_tokens)
         pool = BlockPool(
             self.num_blocks,
             enable_caching=self.enable_caching,
@@ -109,12 +114,13 @@ class Harness:
 
     def _make_tiers(self) -> KvTiers:
         """Tiers that copy what the fake runner stores; `disk` and `store` are made for (block size, block bytes)."""
-        buffer, tiers = self.runner.slots.view(np.uint8), []
+        buffer, tiers, chain = self.runner.slots.view(np.uint8), [], TierChain(self.cache.groups)
         if self.num_host_blocks:
-            tiers.append(Tier("host", self.wrap_slots(HostSlots(self.num_host_blocks, buffer.shape[1]))))
+            host = self.wrap_slots(HostSlots(self.num_host_blocks, buffer.shape[1]))
+            tiers.append(Tier("host", host, TierBook(host.num_slots, chain=chain)))
         if self.disk is not None:
             slots = self.disk(self.block_size, buffer.shape[1])
-            book = TierBook(slots.num_slots)
+            book = TierBook(slots.num_slots, chain=chain)
             slots.restore(book)
             tiers.append(Tier("disk", slots, book))
         return KvTiers(

@@ -162,10 +162,14 @@ def test_one_byte_cells(build: Callable[..., Engine], kv_format: str) -> None:
     assert run(on, PROMPTS, GREEDY) == run(off, PROMPTS, GREEDY)
 
 
-def test_what_says_no_to_groups(build: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = build(kv_offloading_size="1MiB")
-    assert engine.kv_cache.groups.is_plain
-    assert "layers with a window keep the KV of the whole sequence: kv_offloading_size" in caplog.text
+def test_what_says_no_to_groups(build: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
+    """Tiers, where no group keeps a chain whole."""
+    assert build(kv_offloading_size="1MiB").kv_cache.groups.slides
+    assert not caplog.text
+    assert build("mistral", kv_offloading_size="1MiB").kv_cache.groups.is_plain
+    assert (
+        "layers with a window keep the KV of the whole sequence: all of them slide, kv_offloading_size" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])

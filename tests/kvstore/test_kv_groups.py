@@ -20,7 +20,13 @@ def gemma3(num_sliding: int, num_full: int, window: int) -> KvGroups:
 
 @pytest.mark.parametrize(
     ("layers", "num_groups", "layers_per_block"),
-    [((15, 3, 512), 6, 3), ((22, 4, 512), 7, 4), ((29, 5, 1024), 7, 5), ((40, 8, 1024), 6, 8), ((52, 10, 1024), 13, 5)],
+    [
+        ((15, 3, 512), 6, 3),
+        ((22, 4, 512), 13, 2),
+        ((29, 5, 1024), 7, 5),
+        ((40, 8, 1024), 6, 8),
+        ((52, 10, 1024), 31, 2),
+    ],
 )
 def test_gemma_3(layers: tuple[int, int, int], num_groups: int, layers_per_block: int) -> None:
     """270M, 1B, 4B, 12B and 27B: few groups, and hardly a place for a layer that is not used."""
@@ -39,6 +45,39 @@ def test_one_group_is_what_it_was() -> None:
         assert (groups.is_plain, groups.slides, groups.layout) == (True, False, "0:full:3")
         assert (groups.num_pool_blocks(9), groups.longest_sequence(3, 100), groups.capacity(7)) == (3, 12, 7)
     assert plan_groups([None, 5, 5], block_size=4, max_chunk=8).layout == "0:full:0;1:sliding5:1;2:sliding5:2"
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_deepest_hit_whose_windows_are_whole(seed: int) -> None:
+    """Compared with trying every depth."""
+    rng = Random(seed)
+    windows = [None, *(rng.randint(4, 30) for _ in range(rng.randint(1, 3)))]
+    groups = plan_groups(windows, block_size=4, max_chunk=8)
+    there = {(group, i) for group in range(len(groups)) for i in range(40) if rng.random() < rng.choice([0.6, 0.95])}
+
+    def first_missing(group: int, first: int, end: int) -> int | None:
+        return next((i for i in range(first, end) if (group, i) not in there), None)
+
+    def is_whole(depth: int) -> bool:
+        firsts = list(enumerate(groups.first_blocks(4 * depth)))[1:]
+        return all((group, i) in there for group, first in firsts for i in range(first, depth))
+
+    most = rng.randint(0, 40)
+    assert groups.deepest_whole(most, first_missing) == max(depth for depth in range(most + 1) if is_whole(depth))
+
+
+def test_where_all_windows_are_gone_few_blocks_are_looked_at() -> None:
+    """One for each window, not one for each block of the chain."""
+    groups, num_asked = plan_groups([None, 512], block_size=16, max_chunk=512), 0
+
+    def first_missing(group: int, first: int, end: int) -> int | None:
+        nonlocal num_asked
+        num_asked += 1
+        return first if first < end else None
+
+    assert groups.deepest_whole(8192, first_missing) == 0
+    assert num_asked <= 8192 // 32 + 1
 
 
 @given(window=st.integers(1, 40), size=st.integers(1, 17), chunk=st.integers(1, 40), start=st.integers(0, 100))

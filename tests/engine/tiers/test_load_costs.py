@@ -8,7 +8,7 @@ import pytest
 from engine.rates import Prior, Rate
 from engine.tiers.disk_slots import DiskSlots
 from engine.tiers.eviction import HALF_CONTEXT, MAX_USES, SlowerTier, cost_of
-from engine.tiers.load_costs import LoadCosts, num_worth_loading
+from engine.tiers.load_costs import LoadCosts, best_load
 from kvstore.tier_block import Entry, TierBlock
 from tests.engine.harness import Harness, prompt_of
 
@@ -19,6 +19,14 @@ DEAR, CHEAP = 1e-3, 1e12  # prefill rates, tokens/s
 def _costs(bytes_per_second: float, latency: float = 0.0) -> LoadCosts:
     """Blocks of 10 tokens and 1000 bytes; computing one takes a second."""
     return LoadCosts(10, 1000, Prior(latency, bytes_per_second), Rate(10, 1e9))
+
+
+def _num_worth_loading(runs: list[tuple[LoadCosts, int]], now: float) -> int:
+    """Of one KV group's blocks, which lie in one tier after the other: the best of the cuts between them."""
+    cuts = [runs[: i + 1] for i in range(len(runs))]
+    depths = [sum(num for _, num in cut) for cut in cuts]
+    best = best_load(list(zip(depths, cuts, strict=True)), now)
+    return 0 if best is None else depths[best]
 
 
 @pytest.mark.parametrize(
@@ -38,14 +46,14 @@ def _costs(bytes_per_second: float, latency: float = 0.0) -> LoadCosts:
 )
 def test_the_cheapest_cut_between_loading_and_computing(runs: list[tuple[LoadCosts, int]], expected: int) -> None:
     """A slow tier in front of a fast one is worth it as long as both together are."""
-    assert num_worth_loading(runs, 0.0) == expected
+    assert _num_worth_loading(runs, 0.0) == expected
 
 
 def test_a_measurement_teaches_and_is_forgotten() -> None:
     costs = _costs(2000)
     costs.observe(4, 1.0, 30.0, 100.0, num_first=1)
-    assert num_worth_loading([(costs, 4)], 101.0) == 0
-    assert num_worth_loading([(costs, 4)], 131.0) == 4, "else a tier that was slow once is never asked again"
+    assert _num_worth_loading([(costs, 4)], 101.0) == 0
+    assert _num_worth_loading([(costs, 4)], 131.0) == 4, "else a tier that was slow once is never asked again"
 
 
 def test_a_block_is_worth_what_it_takes_to_have_it_again() -> None:

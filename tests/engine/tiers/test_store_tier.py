@@ -24,6 +24,7 @@ from kvstore.block_store import BlockName, BlockStore, Heads, Stored, StoreError
 from kvstore.redis_connection import RedisTarget
 from kvstore.redis_store import RedisBlockStore
 from kvstore.tier_block import owner_of
+from kvstore.tier_chain import Place, TierChain
 from tests.certificates import make_authority, make_certificate
 from tests.engine.harness import Harness, prompt_of
 from tests.ports import free_port
@@ -398,7 +399,7 @@ def test_a_store_that_is_too_slow_is_learned_and_still_written(server: Server) -
         second.tier.settings = StoreSettings(min_deadline=0.2, slack=1e-9)
         assert second.ask_and_run("too slow") == {}
         gates[0].may_go_on.set()
-        assert second.tier.costs.load_seconds(1, time.monotonic()) >= 0.4
+        assert second.tier.costs.load_seconds(1, time.monotonic()) >= 0.3, "twice as long as it waited"
         events = second.tier.counts()[1]
         assert (events["late"], events["failed"]) == (1, 0)
         second.ask_and_run("another", prompt_of(22, salt=40))
@@ -419,8 +420,12 @@ def test_the_wait_for_a_turn_is_in_the_deadline(server: Server) -> None:
         for _ in range(5):
             block_ids = second.cache.allocate(1)
             assert block_ids is not None
-            names = [BlockName(second.cache.keys_for(PROMPT)[0], 0)]
-            loads.append(TierLoad(second.cache, [], block_ids, names, PROMPT))
+            keys = second.cache.keys_for(PROMPT)
+            loads.append(
+                TierLoad(
+                    second.cache, [], block_ids, [Place(0)], keys=keys, token_ids=PROMPT, chain=TierChain(), places=[]
+                )
+            )
         for load in loads[:4]:
             second.tier.start(load, lambda: None)
         second.tier.settings = StoreSettings(min_deadline=0.1, slack=1e-9)
@@ -480,7 +485,7 @@ def test_what_is_dearer_than_computing_is_not_loaded(server: Server) -> None:
         harness.cache.reset()
         num_asked, wants = 0, harness.tier.wants
 
-        def asks(num_blocks: int) -> bool:
+        def asks(num_blocks: int, num_loaded: int) -> bool:
             nonlocal num_asked
             num_asked += 1
             return True

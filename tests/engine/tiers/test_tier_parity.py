@@ -96,6 +96,7 @@ def test_a_restarted_engine_goes_on_from_its_disk(tiny_model: Callable[..., Path
     for family in ("llama", "llama", "qwen3"):
         engine = Engine(_options(tiny_model(family), **disk))
         assert engine.tiers is not None
+        load_whatever_it_costs(engine.tiers)
         expected.append(engine.generate(PROMPTS, PARAMS[0]))
         hits.append(engine.kv_cache.stats().num_hit_tokens)
         assert engine.tiers.quiesce()
@@ -150,3 +151,43 @@ def test_store_options_are_checked(tiny_model: Callable[..., Path]) -> None:
         Engine(_options(model, kv_store_url="redis://127.0.0.1:1", kv_store_size="100b"))
     with pytest.raises(EngineError, match=r"kv_store_url: bad Redis URL .*: several hosts"):
         Engine(_options(model, kv_store_url="redis://a,b", kv_store_size=1))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("int8", marks=pytest.mark.nightly)])
+def test_a_model_with_windows_comes_back_from_every_tier(
+    tiny_model: Callable[..., Path], tmp_path: Path, kv_cache_dtype: str
+) -> None:
+    """Cold, from host memory, after a restart from disk, in another engine from the store: with the bits of one group.
+
+    Pools are too small for all prompts together, so that the device evicts and preempts by itself too.
+    """
+    model = tiny_model("gemma3")
+    prompts = [[5 + (11 * i + 7 * salt + i * i) % 290 for i in range(75 - 9 * salt)] for salt in range(4)]
+    fields: dict[str, object] = {"max_model_len": 96, "kv_cache_dtype": kv_cache_dtype, "max_num_batched_tokens": 32}
+    plain = Engine(_options(model, **fields, disable_hybrid_kv_cache_manager=True))
+    expected = [plain.generate(prompts, params) for params in PARAMS]
+    fields["kv_cache_memory_bytes"] = 35 * plain.memory.buffer.shape[1]
+    plain.close()
+    hits = []
+    with Server() as server:
+        disk = {"kv_disk_path": str(tmp_path / "disk"), "kv_disk_size": "8MiB"}
+        store = {"kv_store_url": server.url, "kv_store_size": "16MiB"}
+        host = {"kv_offloading_size": "4MiB"}
+        for options in (host | disk | store, disk, store):
+            engine = Engine(_options(model, **fields, **options))
+            assert engine.tiers is not None
+            assert engine.kv_cache.groups.slides
+            load_whatever_it_costs(engine.tiers)
+            if engine.tiers.store is not None:
+                engine.tiers.store.settings = StoreSettings(min_deadline=60)
+            assert engine.generate(prompts, PARAMS[0]) == expected[0]
+            hits.append(engine.kv_cache.stats().num_hit_tokens)
+            for params, tokens in zip(PARAMS, expected, strict=True):
+                assert engine.tiers.quiesce()
+                engine.kv_cache.reset()
+                assert engine.generate(prompts, params) == tokens
+            assert engine.kv_cache.stats().num_hit_tokens > hits[-1] + 100
+            engine.scheduler.check_integrity()
+            engine.tiers.check_integrity()
+            engine.close()
+    assert min(hits[1:]) > hits[0] + 100, "others find it the first time too"
