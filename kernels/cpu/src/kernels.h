@@ -25,6 +25,9 @@ struct OpsOfType {
   Op<GroupedArgs> linear_grouped;
   Op<GroupSumsArgs> group_sums;
   Op<GroupedEmbeddingArgs> embedding_grouped;
+  Op<GroupedArgs> linear_fixed;
+  Op<FixedRowsArgs> fixed_rows;
+  uint32_t fixed_numbers;  // a bit for each kind of numbers that goes by linear_fixed
 };
 
 struct Kernels {
