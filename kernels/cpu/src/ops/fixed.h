@@ -62,6 +62,18 @@ INLINE void store_int16(int16_t* p, vec x) {
 INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 #endif
 
+// Two neighbours of x in all lanes. GCC 12 loads hundreds of them ahead when it may, and then has them all in memory.
+typedef int32_t __attribute__((may_alias)) Pair;
+INLINE ivec broadcast_pair(const int16_t* x) {
+  ivec pairs;
+#if defined(__AVX512F__)
+  asm("vpbroadcastd %1, %0" : "=v"(pairs) : "m"(*(const Pair*)x));
+#else
+  asm("vpbroadcastd %1, %0" : "=x"(pairs) : "m"(*(const Pair*)x));
+#endif
+  return pairs;
+}
+
 // Field P of BITS bits in each half of the word at p, moved to bit 4.
 template <int P, int BITS>
 INLINE ivec high_bits(const char* p) {
@@ -76,7 +88,7 @@ template <int OFFSET>
 struct FixedNibbles {
   static constexpr int64_t DEPTH = 128, UNIT_BYTES = 4 * 64;
   static constexpr int32_t ZERO = OFFSET;
-  static constexpr bool NIBBLES = true;
+  static constexpr bool NIBBLES = true, GROUPS_OF_16 = false;
   template <int P>
   INLINE ivec pair(const char* unit, int v) {
     const ivec words = iload(unit + P / 4 * 64 + v * W * 4);
@@ -91,7 +103,7 @@ template <int BITS, int OFFSET>
 struct FixedPlanes {
   static constexpr int64_t DEPTH = 128, UNIT_BYTES = (4 + BITS) * 64;
   static constexpr int32_t ZERO = OFFSET;
-  static constexpr bool NIBBLES = true;
+  static constexpr bool NIBBLES = true, GROUPS_OF_16 = BITS == 2;
   static constexpr int PER_PLANE = 16 / BITS;
   template <int P>
   INLINE ivec pair(const char* unit, int v) {
@@ -109,7 +121,7 @@ struct FixedPlanes {
 struct FixedBytes {
   static constexpr int64_t DEPTH = DEPTH_INT8, UNIT_BYTES = 8 * 64;
   static constexpr int32_t ZERO = 0;
-  static constexpr bool NIBBLES = false;
+  static constexpr bool NIBBLES = false, GROUPS_OF_16 = false;
   template <int P>
   INLINE ivec pair(const char* unit, int v) {
     const ivec words = iload(unit + P / 2 * 64 + v * W * 4);
@@ -121,6 +133,7 @@ struct FixedBytes {
 template <typename N>
 struct FixedSpread {
   static constexpr int64_t DEPTH = N::DEPTH, UNIT_BYTES = 16 * 64;
+  static constexpr bool GROUPS_OF_16 = N::GROUPS_OF_16;
   template <int P>
   INLINE ivec pair(const char* unit, int v) { return iload(unit + P * 64 + v * W * 4); }
 };

@@ -65,11 +65,7 @@ INLINE void multiply_pair(const int16_t* x, const char* unit, ivec (*acc)[VECTOR
   for (int v = 0; v < VECTORS; ++v) {
     const ivec q = N::template pair<P>(unit, v);
 #pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i) {
-      int32_t two;
-      __builtin_memcpy(&two, x + i * N::DEPTH + P * 2, 4);
-      acc[i][v] = dot_pairs(acc[i][v], q, iset(two));
-    }
+    for (int i = 0; i < ROWS; ++i) acc[i][v] = dot_pairs(acc[i][v], q, broadcast_pair(x + i * N::DEPTH + P * 2));
   }
 }
 
@@ -98,7 +94,7 @@ void multiply_fixed(const FixedRows& r, const FixedScales& s, const char* b, int
       for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; ++v) acc[i][v] = iset(starts[i]);
-      if (flush == 16) {
+      if (N::GROUPS_OF_16 && flush == 16) {
         if (k % 32 == 0) {
           multiply_half<N, ROWS, 0>(x, b, acc, Half());
         } else {
