@@ -11,7 +11,7 @@ from engine.atomic_dir import atomic_directory
 from engine.cache_dir import default_cache_dir
 from engine.gguf_reader import ConvertError, GgufFile
 
-_FORMAT = 2
+_FORMAT = 3
 """Of what is in them."""
 
 

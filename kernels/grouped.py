@@ -3,7 +3,8 @@
     W[n, k] = numbers[n, k] · scales[n, k // group_size] + offsets[n, k // group_size]
 
 llama.cpp's K types have scales and offsets of two levels, which are products of small numbers (`KScales`).
-`in_fixed_point` is what native kernels make of their input. Plain torch: the form that every stored format is read into without loss, and the oracle of the native kernels.
+`in_fixed_point` is what native kernels make of their input. Plain torch: the form that every stored format is read into
+without loss, and the oracle of the native kernels.
 """
 
 from collections.abc import Sequence
@@ -89,7 +90,8 @@ class GroupedMatrix:
 
     `numbers` are int8 [N, K] within `RANGES` or float8_e4m3fn without NaN, `scales` and `offsets` float32 [N, G],
     G = ceil(K / group_size). `order`: int64 [K], the column of W that each stored one is, or None for the same.
-    `levels`: what scales and offsets are made of, if they have two levels. Raises ValueError for parts that don't fit together.
+    `levels`: what scales and offsets are made of, if they have two levels. Raises ValueError for parts that don't fit
+    together.
     """
 
     kind: Numbers
@@ -109,7 +111,9 @@ class GroupedMatrix:
         rows, columns = self.numbers.shape
         if self.levels is not None:
             if columns % SUPER_BLOCK:
-                raise ValueError(f"{columns} columns are no whole blocks of {SUPER_BLOCK}, which scales of two levels need")
+                raise ValueError(
+                    f"{columns} columns are no whole blocks of {SUPER_BLOCK}, which scales of two levels need"
+                )
         elif not (is_group_size(self.group_size) or self.group_size >= columns):
             raise ValueError(f"groups of {self.group_size} columns are not supported; supported are {GROUP_SIZES}")
         groups = -(-columns // self.group_size)

@@ -228,7 +228,13 @@ class NativeKernels:
                 raise ValueError("a weight whose columns are in another order is no embedding")
             self._ops.embedding_grouped(
                 *(DTYPES[weight.dtype], NUMBERS[weight.kind], ids.data_ptr(), weight.data.data_ptr()),
-                *(weight.scale_form, weight.scales.data_ptr(), _address(weight.offsets), weight.group_size, out.data_ptr()),
+                *(
+                    weight.scale_form,
+                    weight.scales.data_ptr(),
+                    _address(weight.offsets),
+                    weight.group_size,
+                    out.data_ptr(),
+                ),
                 *(ids.shape[0], weight.num_in, rounded),
             )
             return out

@@ -1,9 +1,9 @@
 """Grouped weights (kernels/grouped.py) in the tile order of `packed.py`: a word is 8 int4, 4 int8 or 4 fp8 of a row.
 
-Numbers of 5 and 6 bits have for each 32 columns 4 words of their low 4 bits and one or two of the others; a block is 128
-columns as with 4 bits, so 20 or 24 words deep (src/ops/fixed.h). scales are [panels][groups][32 rows] of float16, if that
-holds them to the bit, or float32; or those of `KScales` as bytes (packed_scales.py). offsets are float32. Groups go on over
-the padding, with zeros.
+Numbers of 5 and 6 bits have for each 32 columns 4 words of their low 4 bits and one or two of the others; a block is
+128 columns as with 4 bits, so 20 or 24 words deep (src/ops/fixed.h). scales are [panels][groups][32 rows] of float16,
+if that holds them to the bit, or float32; or those of `KScales` as bytes (packed_scales.py). offsets are float32.
+Groups go on over the padding, with zeros.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.packed import PANEL_ROWS, STRIP_ROWS, TILE_WORDS, by_row
+from kernels.cpu.packed import PANEL_ROWS, STRIP_ROWS, by_row
 from kernels.cpu.packed_scales import by_panel, form_of, k_scale_bytes, narrowed, scale_bytes
 from kernels.grouped import GroupedMatrix, KScales, Numbers
 
@@ -123,8 +123,9 @@ def pack_groups(
     offsets = [part.offsets for part in parts if part.offsets is not None]
     scales = k_scale_bytes(levels, gated) if levels else narrowed(by_panel([part.scales for part in parts], gated))
     return PackedGroups(
-        data, num_out, columns, dtype, kind, group_size, scales, by_panel(offsets, gated).flatten() if offsets else None,
-        first.order, gated, by_row(biases, gated) if biases else None,
+        data, num_out, columns, dtype, kind, group_size, scales,
+        by_panel(offsets, gated).flatten() if offsets else None, first.order, gated,
+        by_row(biases, gated) if biases else None,
     )  # fmt: skip
 
 

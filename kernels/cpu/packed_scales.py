@@ -1,7 +1,8 @@
 """Scales of grouped weights as the native kernels read them, a panel of 32 rows after the other (src/args.h).
 
 form 0, 1   float32 or float16 [panels][groups][32]
-form 2      of `KScales` with mins: for each panel and 256 columns float16 upper, upper_min [32], uint8 lower, lower_min [8][32]
+form 2      of `KScales` with mins: for each panel and 256 columns float16 upper, upper_min [32], uint8 lower,
+            lower_min [8][32]
 form 3      of `KScales` without: float16 upper [32], int8 lower [16][32]
 """
 
