@@ -7,7 +7,6 @@ converted once, into the cache directory ($PAGEWIRE_CACHE, else ~/.cache/pagewir
 import fcntl
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,26 +21,11 @@ from engine.model_config import ModelError
 from engine.parallel.shard import Shard
 from engine.quantized.stored import StoredFormat, StoredMatrix
 from engine.safetensors_file import MappedFiles, TensorEntry, find_tensors, read_header, write_tensors
+from engine.static_kv_scales import without_static_scales
 from kernels.grouped import GroupedMatrix
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
-
-logger = logging.getLogger(__name__)
-
-_KV_SCALES = tuple(
-    f".self_attn.{name}"
-    for name in (
-        "k_scale",
-        "v_scale",
-        "kv_scale",
-        "k_proj.k_scale",
-        "v_proj.v_scale",
-        "k_proj.output_scale",
-        "v_proj.output_scale",
-    )
-)
-"""Static scales that checkpoints bring for an FP8 KV cache, by their makers' names."""
 
 _FLOATS = ("F32", "F16", "BF16")
 _COMPUTE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -164,13 +148,7 @@ class Weights:
         foreign = ("vision", "multi_modal", "audio") if self._prefix != "model.language_model." else ()
         unused = [name for name in unused if not name.removeprefix(self._prefix).startswith(foreign)]
         unused = [name for name in unused if not self._is_no_bias(name)]
-        if scales := [name for name in unused if name.endswith(_KV_SCALES)]:
-            unused = [name for name in unused if not name.endswith(_KV_SCALES)]
-            logger.warning(
-                "%s: %d static scales of the KV cache are not used, from %s on: --kv-cache-dtype gives each token's key "
-                "and value of a head a scale of its own",
-                self._directory, len(scales), scales[0],
-            )  # fmt: skip
+        unused = without_static_scales(self._directory, unused)
         if unused:
             raise ModelError(
                 f"{self._directory}: {len(unused)} tensors are not part of this architecture: {', '.join(unused[:3])}"

@@ -3,8 +3,8 @@
     python -m bench.peers.compare_llama --peer .peers/llama [--gguf FILE] [--pairs 5] [--csv FILE]
 
 Two rounds: the file served as it is by both; and the file's weights expanded and run as `--quantization w8a8`, whose
-8 bits are the peer's kind of arithmetic. Points as in compare.py: decode of 1, 8 and 32 sequences, prefill of one prompt
-and of four.
+8 bits are the peer's kind of arithmetic. Points as in compare.py: decode of 1, 8 and 32 sequences, prefill of one
+prompt and of four.
 """
 
 import argparse

@@ -69,22 +69,22 @@ def _q8_0(blocks: Tensor) -> GroupedMatrix:
 
 def _q4_k(blocks: Tensor) -> GroupedMatrix:
     """float16 scale and min; 12 bytes of scales and mins; 4 times 32 bytes, the lower halves first."""
-    codes = _split(blocks[..., 16:].unflatten(2, (4, 32))).flatten(1)
+    codes = _split(_grid(blocks[..., 16:], 4, 32)).flatten(1)
     return GroupedMatrix.of_levels("uint4", codes.char(), _k_scales(blocks))
 
 
 def _q5_k(blocks: Tensor) -> GroupedMatrix:
     """The same with 32 bytes of fifth bits before the codes, bit i for the i-th 32 numbers."""
     fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
-    codes = _split(blocks[..., 48:].unflatten(2, (4, 32))).unflatten(3, (2, 32)).flatten(2, 3) | fifth << 4
+    codes = _grid(_split(_grid(blocks[..., 48:], 4, 32)), 2, 32).flatten(2, 3) | fifth << 4
     return GroupedMatrix.of_levels("uint5", codes.flatten(1).char(), _k_scales(blocks))
 
 
 def _q6_k(blocks: Tensor) -> GroupedMatrix:
     """For each 128 numbers 64 bytes of low and 32 of high bits, all low ones first; 16 int8 scales; float16 scale."""
-    low = _split(blocks[..., :128].unflatten(2, (2, 64))).unflatten(3, (4, 32))
+    low = _grid(_split(_grid(blocks[..., :128], 2, 64)), 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    high = (blocks[..., 128:192].unflatten(2, (2, 1, 32)) >> shifts) & 3
+    high = (_grid(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3
     scales = blocks[..., 192:208].flatten(1).contiguous().view(torch.int8)
     levels = KScales(_float16(blocks, 208), scales)
     return GroupedMatrix.of_levels("int6", (low | high << 4).flatten(1).char() - 32, levels)
@@ -99,6 +99,11 @@ TYPES = {
     14: BlockType("Q6_K", SUPER_BLOCK, 210, _q6_k),
 }
 """By GGUF's number."""
+
+
+def _grid(values: Tensor, *sizes: int) -> Tensor:
+    """The last dimension in so many."""
+    return values.reshape(*values.shape[:-1], *sizes)
 
 
 def _split(packed: Tensor) -> Tensor:
