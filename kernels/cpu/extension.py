@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODULE = "pagewire_kernels_cpu"
-ABI = 5
+ABI = 6
 
 
 @dataclass(frozen=True, slots=True)

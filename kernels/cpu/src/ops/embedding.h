@@ -85,7 +85,7 @@ void embedding_fixed(const GroupedEmbeddingArgs& g, const Region& region) {
     const FixedScales scales{g.scale_form, 1, (const char*)g.scales + panel * g.scale_panel_bytes,
                              g.offsets ? g.offsets + panel * g.num_groups * PANEL : nullptr};
     T* out = (T*)a.out + token * a.k;
-    float row[N::DEPTH], scale[W], offset[W] = {};
+    float row[N::DEPTH], scale[W], offset[W];
     for (int64_t block = 0; block < num_blocks; ++block) {
       const int64_t left = smaller(N::DEPTH, a.k - block * N::DEPTH);
       for (int64_t i = 0; i < N::DEPTH; ++i) {
@@ -96,7 +96,8 @@ void embedding_fixed(const GroupedEmbeddingArgs& g, const Region& region) {
           if (scales.has_offsets()) vstore(offset, scales.offset(group, first));
         }
         const int32_t number = N::at(strip + block * BLOCK + i / 32 * N::UNIT_BYTES, i % 32) + N::ZERO;
-        row[i] = number * scale[id % W] + offset[id % W];
+        row[i] = number * scale[id % W];
+        if (scales.has_offsets()) row[i] += offset[id % W];
       }
       for (int64_t i = 0; i < left; i += W)
         store_some(out + block * N::DEPTH + i, vmul(vload(row + i), vset(a.scale)), left - i);
