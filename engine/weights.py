@@ -20,6 +20,7 @@ from engine.model_config import ModelError
 from engine.parallel.shard import Shard
 from engine.quantized.stored import StoredFormat, StoredMatrix
 from engine.safetensors_file import MappedFiles, TensorEntry, find_tensors, read_header, write_tensors
+from engine.static_kv_scales import without_static_scales
 from kernels.grouped import GroupedMatrix
 
 Progress = Callable[[int, int], None]
@@ -155,6 +156,7 @@ class Weights:
         foreign = ("vision", "multi_modal", "audio") if self._prefix != "model.language_model." else ()
         unused = [name for name in unused if not name.removeprefix(self._prefix).startswith(foreign)]
         unused = [name for name in unused if not self._is_no_bias(name)]
+        unused = without_static_scales(self._directory, unused)
         if unused:
             raise ModelError(
                 f"{self._directory}: {len(unused)} tensors are not part of this architecture: {', '.join(unused[:3])}"

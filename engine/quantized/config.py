@@ -96,7 +96,11 @@ def _awq(fields: Fields) -> Awq:
 
 
 def _compressed(fields: Fields) -> StoredFormat:
-    fields.absent("kv_cache_scheme", "transform_config")
+    fields.absent("transform_config")
+    if fields.get("kv_cache_scheme"):  # its scales are not used (engine/weights.py says so); the cache has its own
+        scheme = fields.object("kv_cache_scheme")
+        scheme.one_of("type", ("float",))
+        scheme.one_of("num_bits", (8,))
     if fields.get("sparsity_config") and fields.object("sparsity_config").get("format") != "dense":
         raise fields.refused("sparsity_config", "none")
     fields.one_of("quantization_status", ("compressed", "frozen"), "compressed")

@@ -268,7 +268,13 @@ class NativeKernels:
                 raise ValueError("a weight whose columns are in another order is no embedding")
             self._ops.embedding_grouped(
                 *(DTYPES[weight.dtype], NUMBERS[weight.kind], ids.data_ptr(), weight.data.data_ptr()),
-                *(weight.scales.data_ptr(), _address(weight.offsets), weight.group_size, out.data_ptr()),
+                *(
+                    weight.scale_form,
+                    weight.scales.data_ptr(),
+                    _address(weight.offsets),
+                    weight.group_size,
+                    out.data_ptr(),
+                ),
                 *(ids.shape[0], weight.num_in, rounded),
             )
             return out
@@ -349,7 +355,7 @@ class NativeKernels:
         )
         data = (rows.data_ptr(), rows.stride(0), weight.data.data_ptr())
         if isinstance(weight, PackedGroups):
-            groups = (weight.scales.data_ptr(), _address(weight.offsets), weight.group_size)
+            groups = (weight.scale_form, weight.scales.data_ptr(), _address(weight.offsets), weight.group_size)
             self._ops.linear_grouped(DTYPES[x.dtype], NUMBERS[weight.kind], *data, *groups, *arguments)
         elif weight.scales is None:
             self._ops.linear(DTYPES[x.dtype], *data, *arguments)

@@ -24,6 +24,7 @@ LAYOUT = "tiles-1"
 PANEL_ROWS = 32
 STRIP_ROWS = 16
 DEPTH_BYTES = 64
+TILE_WORDS = 16
 _BLOCK_BYTES = PANEL_ROWS * DEPTH_BYTES
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -106,6 +107,7 @@ def pack(
             -(-num_in * stored.itemsize // DEPTH_BYTES),
             index if gated else strip,
             2 if gated else 1,
+            TILE_WORDS,
         )
         strip += -(-rows.shape[0] // STRIP_ROWS)
     bias = by_row(biases, gated) if biases else None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType, quantize
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -49,6 +49,21 @@ def gguf_tensor(name: str, value: NDArray[np.float32], config: dict[str, Any]) -
         split = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
         value = split.swapaxes(1, 2).reshape(value.shape)
     return f"{found}.{kind}", value
+
+
+K_SCALES = {GGMLQuantizationType.Q4_K: (0, 2), GGMLQuantizationType.Q5_K: (0, 2), GGMLQuantizationType.Q6_K: (208,)}
+"""Of the types that `gguf` reads but does not write: where a block's float16 scales are."""
+
+
+def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int, *, seed: int = 0) -> NDArray[np.uint8]:
+    """Blocks of every code, with scales that make weights of a model's size."""
+    numbers, size = GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng([seed, rows, columns])
+    blocks = generator.integers(0, 256, (rows, columns // numbers, size), dtype=np.uint8)
+    for place in K_SCALES.get(kind, (0,)):
+        scales = generator.uniform(0.5, 1.0, blocks.shape[:2]) * columns**-0.5 / (2000 if kind in K_SCALES else 64)
+        blocks[..., place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def write_gguf(
@@ -96,8 +111,10 @@ def write_gguf(
         if name in drop:
             continue
         wanted = next((kind for part, kind in (kinds or {}).items() if part in name), quantization)
-        kind = wanted if value.ndim == 2 and value.shape[1] % 32 == 0 else GGMLQuantizationType.F32
-        writer.add_tensor(name, quantize(value, kind), raw_dtype=kind)
+        block = 256 if wanted in K_SCALES else 32
+        kind = wanted if value.ndim == 2 and value.shape[1] % block == 0 else GGMLQuantizationType.F32
+        data = random_blocks(kind, *value.shape) if kind in K_SCALES else quantize(value, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

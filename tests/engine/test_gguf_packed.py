@@ -1,4 +1,4 @@
-"""GGUF files served as they are: Q4_0 and Q8_0 stay packed, number by number; all else is what converting gives."""
+"""GGUF files served as they are: the common types stay packed, number by number; all else is what converting gives."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, dequantize
 from safetensors.torch import load_file
 
 from engine import gguf_weights
@@ -16,14 +16,18 @@ from engine.gguf import ConvertError, convert_gguf, packed_directory
 from engine.gguf_blocks import kinds
 from engine.gguf_description import described_directory
 from engine.model_config import load_model_config
+from engine.quantized.gguf import TYPES
 from engine.weights import map_weights
 from kernels import cpu
 from kernels.grouped import GroupedMatrix
 from pagewire.cli.model import resolve_model
-from tests.engine.gguf_files import write_gguf
+from tests.engine.gguf_files import K_SCALES, random_blocks, write_gguf
 from tests.engine.model_harness import TinyModel, hugging_face, random_prompt
 
 Q4_0, Q8_0, Q5_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_0
+Q4_K, Q5_K, Q6_K = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K, GGMLQuantizationType.Q6_K
+Q4_1 = GGMLQuantizationType.Q4_1
+KINDS = {Q4_0: "int4", Q5_0: "int5", Q8_0: "int8", Q4_K: "uint4", Q5_K: "uint5", Q6_K: "int6"}
 KERNELS = ("torch", "native") if cpu.available() else ("torch",)
 
 
@@ -33,14 +37,26 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "stored", "seed"), [("llama", Q4_0, 1), ("gemma3", Q8_0, 1), ("qwen2", Q4_0, 2)], ids=str
+    ("family", "stored", "seed"),
+    [
+        ("llama", Q4_0, 1),
+        ("gemma3", Q8_0, 1),
+        ("qwen2", Q5_0, 2),
+        ("llama", Q4_K, 1),
+        ("gemma3", Q5_K, 1),
+        ("qwen2", Q6_K, 1),
+    ],
+    ids=str,
 )
 def test_numbers_and_tokens_are_those_of_the_expanded_file(
     tmp_path: Path, family: str, stored: GGMLQuantizationType, seed: int
 ) -> None:
     """To the bit, rows in Hugging Face's order; the tied embedding too. The oracle of the numbers is `gguf`'s."""
     fields = {"query_pre_attn_scalar": 16} if family == "gemma3" else {}  # not in GGUF: it is the head size
-    _, file = write_gguf(family, tmp_path, quantization=stored, seed=seed, intermediate_size=96, **fields)
+    sizes = {"intermediate_size": 96}
+    if stored in K_SCALES:
+        sizes = {"intermediate_size": 256, "hidden_size": 256, "num_attention_heads": 16, "head_dim": 16}
+    _, file = write_gguf(family, tmp_path, quantization=stored, seed=seed, **sizes, **fields)
     expanded = convert_gguf(file, tmp_path / "expanded", dtype="float32")
     path = packed_directory(file, dtype="float32")
     config = load_model_config(path)
@@ -51,7 +67,7 @@ def test_numbers_and_tokens_are_those_of_the_expanded_file(
         if expected.dim() == 2:
             found = weights.matrix(module, (expected.shape[0], expected.shape[1]))
             assert isinstance(found, GroupedMatrix)
-            assert found.kind == ("int4" if stored == Q4_0 else "int8")
+            assert found.kind == KINDS[stored]
             assert torch.equal(found.dequantized(), expected), name
         else:
             assert torch.equal(weights.take(name.removeprefix("model."), tuple(expected.shape)), expected), name
@@ -67,8 +83,18 @@ def test_what_is_over_one_input_is_of_one_kind() -> None:
     names = [f"{layer}self_attn.{part}_proj.weight" for part in "qkv"]
     mlp = [f"{layer}mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     assert kinds(dict.fromkeys([*names, *mlp], Q4_0)) == dict.fromkeys([*names, *mlp], "int4")
-    found = kinds(dict.fromkeys(names, Q4_0) | {names[2]: Q8_0, mlp[0]: Q4_0, mlp[1]: Q5_0, mlp[2]: Q8_0})
+    found = kinds(dict.fromkeys(names, Q4_0) | {names[2]: Q8_0, mlp[0]: Q4_0, mlp[1]: Q4_1, mlp[2]: Q8_0})
     assert found == dict.fromkeys(names, "int8") | {mlp[2]: "int8"}
+    assert kinds(dict.fromkeys(names, Q4_K) | {names[2]: Q6_K, mlp[2]: Q6_K}) == {mlp[2]: "int6"}
+    assert kinds(dict.fromkeys(names, Q5_0) | {names[2]: Q5_K}) == {}
+
+
+@pytest.mark.parametrize("number", list(TYPES))
+def test_every_code_is_what_gguf_reads(number: int) -> None:
+    kind = TYPES[number]
+    blocks = random_blocks(GGMLQuantizationType(number), 5, 768)
+    read = kind.read(torch.from_numpy(blocks).view(5, -1, kind.bytes))
+    assert torch.equal(read.dequantized(), torch.from_numpy(dequantize(blocks, GGMLQuantizationType(number))))
 
 
 def test_four_bits_among_eight_are_the_same_numbers(tmp_path: Path) -> None:
@@ -102,7 +128,7 @@ def test_large_matrices_go_by_pieces(
 
 
 def test_other_types_are_expanded(tmp_path: Path) -> None:
-    _, file = write_gguf("llama", tmp_path, quantization=Q5_0)
+    _, file = write_gguf("llama", tmp_path, quantization=Q4_1)
     path = resolve_model(str(file))
     assert "quantization_config" not in json.loads((path / "config.json").read_text())
     expanded = convert_gguf(file, tmp_path / "expanded")

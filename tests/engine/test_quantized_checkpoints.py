@@ -182,7 +182,7 @@ def test_packed_weights_stay_small(make: Make, cache: Path) -> None:
             assert torch.equal(run.logits(random_prompt(9, seed=1)), expected)
         qkv = run.model.blocks[0].attention.qkv  # type: ignore[attr-defined]
         sizes.append(qkv.nbytes)
-    assert sizes[0] == sizes[1] * (4 + 2 * 32 / 128) / 16
+    assert sizes[0] == sizes[1] * (4 + (16 + 32) / 128) / 16  # float16 scales, float32 offsets
 
 
 def test_what_a_token_reads(make: Make, tiny_model: Tiny) -> None:
@@ -198,7 +198,7 @@ def test_what_a_token_reads(make: Make, tiny_model: Tiny) -> None:
     assert read["torch"] == head + 2 * numbers
     if "native" in read:
         padded = 2 * 320 * 128
-        assert read["native"] == padded + numbers * (4 + 2 * 32 / 128) / 8
+        assert read["native"] == padded + numbers * (4 + (16 + 32) / 128) / 8
     for quantization, width in (("none", 4), ("w8a8", 1)):
         config = load_model_config(tiny_model("mixtral", seed=1), dtype="float32")
         model = load_model(config, load_kernel_set("torch", quantization=None if width == 4 else quantization))
@@ -278,7 +278,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 REFUSED_COMPRESSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("w4a16", "", {"format": "int-quantized"}, "format is 'int-quantized'; supported: pack-quantized, float-quantized"),
-    ("w4a16", "", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is .*; supported: none"),
+    (
+        "w4a16",
+        "",
+        {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},
+        "kv_cache_scheme.type is 'int'; supported: float",
+    ),
     ("w4a16", "", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is .*; supported: none"),
     ("w4a16", "", {"config_groups": {"a": {}, "b": {}}}, "config_groups is .*; supported: one group"),
     ("w4a16", "group", {"targets": ["re:.*q_proj"]}, r"group_0.targets is .*; supported: \['Linear'\]"),
@@ -397,3 +402,20 @@ def test_matrices_quantized_in_part_are_refused(make: Make) -> None:
     path, _ = make(gptq(kept=("lm_head", "layers.1.self_attn.k_proj")))
     with pytest.raises(ModelError, match=r"layers.1.self_attn.q_proj.*: matrices over one input must be quantized all"):
         load_model(load_model_config(path), load_kernel_set("torch"))
+
+
+def test_static_scales_of_the_kv_cache_are_named(
+    make: Make, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are left alone with a warning: each token has a scale of its own, and nothing is computed otherwise."""
+    path = shutil.copytree(make(RECIPES["w4a16"])[0], tmp_path / "scaled")
+    plain = TinyModel(path, kernels="torch").logits(random_prompt(9, seed=1))
+    edit(
+        path,
+        kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+    )
+    tensors = load_file(path / "model.safetensors")
+    scales = {f"model.layers.0.self_attn.{kind}_scale": torch.tensor([0.5]) for kind in "kv"}
+    save_file(tensors | scales, path / "model.safetensors")
+    assert torch.equal(TinyModel(path, kernels="torch").logits(random_prompt(9, seed=1)), plain)
+    assert "2 static scales of the KV cache are not used, from model.layers.0.self_attn.k_scale on" in caplog.text

@@ -4,7 +4,9 @@
 #include <stdint.h>
 
 enum DType : int { FLOAT32 = 0, BFLOAT16 = 1 };
-enum Numbers : int { INT4 = 0, INT8 = 1, FP8 = 2 };  // of a weight with a scale for each group of columns (grouped.h)
+enum Numbers : int { INT4 = 0, INT8 = 1, FP8 = 2, UINT4 = 3, UINT5 = 4, INT5 = 5, INT6 = 6 };  // grouped.h, fixed.h
+// Of a weight's groups, [panel][group][32 rows], or none; K_MIN_SCALES, K_SCALES: [panel][256 columns] of K_MIN_BYTES, K_BYTES
+enum ScaleForm : int { FLOAT32_SCALES = 0, FLOAT16_SCALES = 1, K_MIN_SCALES = 2, K_SCALES = 3, ONE = 4 };
 enum CellFormat : int { PLAIN = 0, INT8_CELLS = 1, FP8_CELLS = 2 };  // of a KV cache (kv_cells.h)
 enum Activation : int { NO_ACTIVATION = 0, SILU_AND_MUL = 1, GELU_TANH_AND_MUL = 2 };
 
@@ -30,6 +32,7 @@ struct LinearArgs {
   bool float32_out;  // write float32 whatever x is (logits)
   const float* scales;    // int8 weights: of each packed column; null: the weight is of x's type
   const float* x_scales;  // x int8 too: of each row, null: x is of the result's type
+  const int32_t* x_sums;  // ... and its sum
 };
 
 // `count` such products of one kind (linear_each.h); k is whole tiles deep in all of them.
@@ -52,9 +55,31 @@ struct GroupedArgs {
   LinearArgs linear;
   int numbers;
   int64_t group, num_groups;  // k in a group: 32, 64 or whole blocks; the groups cover whole blocks
-  const float* scales;        // [panels, groups, 32]
-  const float* offsets;       // the same; null: none
+  int scale_form;
+  const void* scales;
+  const float* offsets;       // [panels, groups, 32]; null: none
   const float* x_sums;        // [m, groups], of x over each group; only with offsets
+  // Instead of x, when it goes in fixed point: as fixed_rows makes them.
+  int64_t flush, scale_panel_bytes;  // k whose products are added as integers; scales of a panel
+  const int16_t* fixed;
+  const float* fixed_scales;
+  const int32_t* fixed_starts;
+  const float* fixed_sums;
+};
+
+constexpr int64_t K_MIN_BYTES = 640;  // float16 d[32], dmin[32]; uint8 scale[8][32], min[8][32]: scale d, offset -dmin min
+constexpr int64_t K_BYTES = 576;      // float16 d[32]; int8 scale[16][32]
+
+// Rows in fixed point (fixed.h), `depth` long: out [blocks][num_rows][block], scales [blocks][num_rows], starts and sums
+// [depth / flush][num_rows]: the sums of each flush, and times the number that those of the weight are short of.
+struct FixedRowsArgs {
+  const void* x;
+  int16_t* out;
+  float* scales;
+  int32_t* starts;
+  float* sums;
+  int numbers;
+  int64_t num_rows, size, x_stride, depth, flush;
 };
 
 // sums[row, g] = the sum of x over the k of group g.
@@ -69,6 +94,7 @@ struct QuantizeArgs {
   const void* x;
   char* out;
   float* scales;
+  int32_t* sums;
   int64_t num_rows, size, x_stride, out_stride;
 };
 
@@ -179,8 +205,10 @@ struct GroupedEmbeddingArgs {
   EmbeddingArgs embedding;
   int numbers;
   int64_t group, num_groups;
-  const float* scales;
+  int scale_form;
+  const void* scales;
   const float* offsets;
+  int64_t scale_panel_bytes;
 };
 
 // What one thread found in its part of a row: the best score, and who is near it (index into the candidates, score).

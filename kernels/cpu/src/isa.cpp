@@ -11,7 +11,7 @@ constexpr int ARCH_REQ_XCOMP_PERM = 0x1023;
 constexpr int XFEATURE_XTILEDATA = 18;
 
 struct Processor {
-  bool avx2 = false, avx512 = false, avx512_bf16 = false, amx = false;
+  bool avx2 = false, avx512 = false, avx512_vnni = false, avx512_bf16 = false, amx = false;
 
   Processor() {
     unsigned a, b, c, d;
@@ -24,9 +24,10 @@ struct Processor {
     const unsigned num_leaves = a;
     avx2 = b >> 5 & 1;
     avx512 = avx2 && (low & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
+    avx512_vnni = avx512 && (c >> 11 & 1);
     const bool tiles = (d >> 22 & 1) && (d >> 24 & 1) && (low & 0x60000) == 0x60000;
     if (num_leaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
-    avx512_bf16 = avx512 && (a >> 5 & 1);
+    avx512_bf16 = avx512_vnni && (a >> 5 & 1);
     amx = avx512_bf16 && tiles;
   }
 };
@@ -56,7 +57,7 @@ std::string why_not(const Isa& isa) {
   const std::string name = isa.name;
   if (name == "avx2" && !p.avx2) return "the processor or kernel lacks AVX2 with FMA and F16C";
   if (name == "avx512" && !p.avx512) return "the processor or kernel lacks AVX-512 F, BW, DQ and VL";
-  if ((name == "avx512_bf16" || name == "amx_emulated") && !p.avx512_bf16) return "the processor lacks AVX512_BF16";
+  if ((name == "avx512_bf16" || name == "amx_emulated") && !p.avx512_bf16) return "the processor lacks AVX512_BF16 or AVX512_VNNI";
   if (name == "amx") {
     if (!p.amx) return "the processor or kernel lacks AMX tiles with BF16";
     if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0)

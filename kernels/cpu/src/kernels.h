@@ -27,6 +27,9 @@ struct OpsOfType {
   Op<GroupedEmbeddingArgs> embedding_grouped;
   Op<LinearEachArgs> linear_each;
   Op<CombineArgs> combine;
+  Op<GroupedArgs> linear_fixed;
+  Op<FixedRowsArgs> fixed_rows;
+  uint32_t fixed_numbers;  // a bit for each kind of numbers that goes by linear_fixed
 };
 
 struct Kernels {

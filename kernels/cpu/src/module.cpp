@@ -19,7 +19,7 @@ namespace {
 typedef uintptr_t Address;
 
 constexpr int64_t SMALL = 1 << 15;  // an op that touches fewer numbers runs on the caller's thread: waking others costs more
-constexpr int64_t PANEL = 32, BLOCK_BYTES = 2048, SPLIT = 256, TILE_TARGET = 64, INT8_DEPTH = 64, INT4_DEPTH = 128;  // of ops/tiles.h and ops/attention.h
+constexpr int64_t PANEL = 32, BLOCK_BYTES = 2048, SPLIT = 256, TILE_TARGET = 64, INT8_DEPTH = 64, INT4_DEPTH = 128, K_DEPTH = 256;  // of ops/tiles.h and ops/attention.h
 
 const Kernels* active = nullptr;
 
@@ -107,8 +107,39 @@ void linear(int dtype, Address x, int64_t x_stride, Address weight, Address bias
   }
   const LinearArgs args{at(x),    at<char>(weight), at<float>(bias), at(residual),    at(out),    m,          n_out,
                         k,        x_stride,         residual_stride, out_stride,      activation, float32_out, nullptr,
-                        nullptr};
+                        nullptr,  nullptr};
   run(ops(dtype).linear, args, m * n_out * k >= SMALL);
+}
+
+int64_t block_depth(int numbers) { return numbers == INT8 || numbers == FP8 ? INT8_DEPTH : INT4_DEPTH; }
+
+// Bytes of the scales of a panel that is `depth` deep.
+int64_t scale_panel_bytes(int form, int64_t num_groups, int64_t depth) {
+  switch (form) {
+    case FLOAT32_SCALES: return num_groups * PANEL * 4;
+    case FLOAT16_SCALES: return num_groups * PANEL * 2;
+    case K_MIN_SCALES: return depth / K_DEPTH * K_MIN_BYTES;
+    case K_SCALES: return depth / K_DEPTH * K_BYTES;
+  }
+  return 0;
+}
+
+// x in fixed point (ops/fixed.h), in the pool's shared memory, times the weight.
+void fixed_linear(int dtype, GroupedArgs args, int64_t depth, bool wide) {
+  const LinearArgs& a = args.linear;
+  const int64_t block = block_depth(args.numbers), num_blocks = depth / block;
+  args.flush = args.group < block ? args.group : block;
+  args.scale_panel_bytes = scale_panel_bytes(args.scale_form, args.num_groups, depth);
+  const int64_t x_bytes = a.m * depth * 2, scale_bytes = a.m * num_blocks * 4, sum_bytes = a.m * (depth / args.flush) * 4;
+  char* shared = Pool::instance().shared(x_bytes + scale_bytes + 2 * sum_bytes);
+  int16_t* fixed = reinterpret_cast<int16_t*>(shared);
+  float* scales = reinterpret_cast<float*>(shared + x_bytes);
+  int32_t* starts = reinterpret_cast<int32_t*>(shared + x_bytes + scale_bytes);
+  float* sums = reinterpret_cast<float*>(shared + x_bytes + scale_bytes + sum_bytes);
+  const FixedRowsArgs rows{a.x, fixed, scales, starts, sums, args.numbers, a.m, a.k, a.x_stride, depth, args.flush};
+  run(ops(dtype).fixed_rows, rows, a.m > 1 && a.m * a.k >= SMALL);
+  args.fixed = fixed, args.fixed_scales = scales, args.fixed_starts = starts, args.fixed_sums = sums;
+  run(ops(dtype).linear_fixed, args, wide);
 }
 
 // `integers`: x is quantized too, row by row.
@@ -119,14 +150,21 @@ void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address
   const bool wide = m * n_out * k >= SMALL;
   LinearArgs args{at(x), at<char>(weight), at<float>(bias), at(residual), at(out),    m,           n_out,
                   k,     x_stride,         residual_stride, out_stride,   activation, float32_out, at<float>(scales),
-                  nullptr};
+                  nullptr, nullptr};
   const int64_t depth = (k + INT8_DEPTH - 1) / INT8_DEPTH * INT8_DEPTH;
   if (integers) {
-    char* rows = Pool::instance().shared(m * depth + m * (int64_t)sizeof(float));
+    char* rows = Pool::instance().shared(m * depth + 2 * m * (int64_t)sizeof(float));
     float* row_scales = reinterpret_cast<float*>(rows + m * depth);
-    run(ops(dtype).quantize, QuantizeArgs{at(x), rows, row_scales, m, k, x_stride, depth}, m > 1 && m * k >= SMALL);
-    args.x = rows, args.x_stride = depth, args.x_scales = row_scales;
+    int32_t* row_sums = reinterpret_cast<int32_t*>(row_scales + m);
+    run(ops(dtype).quantize, QuantizeArgs{at(x), rows, row_scales, row_sums, m, k, x_stride, depth}, m > 1 && m * k >= SMALL);
+    args.x = rows, args.x_stride = depth, args.x_scales = row_scales, args.x_sums = row_sums;
     run(ops(dtype).linear_w8a8, args, wide);
+    return;
+  }
+  if (ops(dtype).fixed_numbers >> INT8 & 1) {
+    GroupedArgs grouped{};
+    grouped.linear = args, grouped.numbers = INT8, grouped.scale_form = ONE, grouped.group = INT8_DEPTH;
+    fixed_linear(dtype, grouped, depth, wide);
     return;
   }
   if (k != depth) {
@@ -137,30 +175,36 @@ void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address
 }
 
 // A weight with scales for each `group` of k, all groups covering whole blocks; `offsets`: 0 or as many.
-void linear_grouped(int dtype, int numbers, Address x, int64_t x_stride, Address weight, Address scales, Address offsets,
-                    int64_t group, Address bias, Address residual, int64_t residual_stride, Address out, int64_t out_stride,
+void linear_grouped(int dtype, int numbers, Address x, int64_t x_stride, Address weight, int scale_form, Address scales,
+                    Address offsets, int64_t group, Address bias, Address residual, int64_t residual_stride, Address out, int64_t out_stride,
                     int64_t m, int64_t n_out, int64_t k, int activation, bool float32_out) {
   std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
-  const int64_t block = numbers == INT4 ? INT4_DEPTH : INT8_DEPTH, depth = (k + block - 1) / block * block;
+  const int64_t block = block_depth(numbers), depth = (k + block - 1) / block * block;
   const int64_t num_groups = (depth + group - 1) / group, size = element_size(dtype);
+  LinearArgs linear{at(x), at<char>(weight), at<float>(bias), at(residual), at(out),    m,           n_out,
+                    k,     x_stride,         residual_stride, out_stride,   activation, float32_out, nullptr,
+                    nullptr, nullptr};
+  GroupedArgs args{};
+  args.linear = linear, args.numbers = numbers, args.group = group, args.num_groups = num_groups;
+  args.scale_form = scale_form, args.scales = at(scales), args.offsets = at<float>(offsets);
+  const bool wide = m * n_out * k >= SMALL;
+  if (ops(dtype).fixed_numbers >> numbers & 1) {
+    fixed_linear(dtype, args, depth, wide);
+    return;
+  }
   // Padded rows and sums share the pool's shared memory: asking for it twice would give the same.
   const int64_t row_bytes = k == depth ? 0 : m * depth * size, sum_bytes = offsets ? m * num_groups * (int64_t)sizeof(float) : 0;
   char* shared = Pool::instance().shared(row_bytes + sum_bytes);
   float* sums = reinterpret_cast<float*>(shared + row_bytes);
   if (offsets) {
-    const GroupSumsArgs args{at(x), sums, m, k, x_stride, group, num_groups};
-    run(ops(dtype).group_sums, args, m > 1 && m * k >= SMALL);
+    run(ops(dtype).group_sums, GroupSumsArgs{at(x), sums, m, k, x_stride, group, num_groups}, m > 1 && m * k >= SMALL);
+    args.x_sums = sums;
   }
   if (row_bytes) {
     pad_rows(at<char>(x), x_stride, m, k, depth, size, shared);
-    x = reinterpret_cast<Address>(shared);
-    x_stride = depth;
+    args.linear.x = shared, args.linear.x_stride = depth;
   }
-  const LinearArgs linear{at(x), at<char>(weight), at<float>(bias), at(residual), at(out),    m,           n_out,
-                          k,     x_stride,         residual_stride, out_stride,   activation, float32_out, nullptr,
-                          nullptr};
-  const GroupedArgs args{linear, numbers, group, num_groups, at<float>(scales), at<float>(offsets), offsets ? sums : nullptr};
-  run(ops(dtype).linear_grouped, args, m * n_out * k >= SMALL);
+  run(ops(dtype).linear_grouped, args, wide);
 }
 
 void attention(int dtype, Address q, int64_t q_stride, Address k_cache, int64_t k_block_stride, int64_t k_head_stride,
@@ -248,12 +292,12 @@ void embedding(int dtype, Address ids, Address weight, Address scales, Address o
   run(scales ? ops(dtype).embedding_int8 : ops(dtype).embedding, args, num_tokens * k >= SMALL);
 }
 
-void embedding_grouped(int dtype, int numbers, Address ids, Address weight, Address scales, Address offsets, int64_t group,
-                       Address out, int64_t num_tokens, int64_t k, float scale) {
-  const int64_t block = numbers == INT4 ? INT4_DEPTH : INT8_DEPTH, depth = (k + block - 1) / block * block;
+void embedding_grouped(int dtype, int numbers, Address ids, Address weight, int scale_form, Address scales, Address offsets,
+                       int64_t group, Address out, int64_t num_tokens, int64_t k, float scale) {
+  const int64_t block = block_depth(numbers), depth = (k + block - 1) / block * block, groups = (depth + group - 1) / group;
   const EmbeddingArgs embedding{at<int64_t>(ids), at<char>(weight), at(out), num_tokens, k, scale, nullptr};
-  const GroupedEmbeddingArgs args{embedding,         numbers, group, (depth + group - 1) / group, at<float>(scales),
-                                  at<float>(offsets)};
+  const GroupedEmbeddingArgs args{embedding,  numbers,           group, groups, scale_form,
+                                  at(scales), at<float>(offsets), scale_panel_bytes(scale_form, groups, depth)};
   run(ops(dtype).embedding_grouped, args, num_tokens * k >= SMALL);
 }
 
@@ -307,15 +351,16 @@ int64_t gumbel(Address logits, Address ids, int64_t count, double temperature, u
 }
 
 void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num_rows, Address packed, int64_t depth_blocks,
-          int64_t first_strip, int64_t strip_step) {
-  pack_rows(at<char>(rows), row_stride_bytes, row_bytes, num_rows, at<char>(packed), depth_blocks, first_strip, strip_step);
+          int64_t first_strip, int64_t strip_step, int64_t block_words) {
+  pack_rows(at<char>(rows), row_stride_bytes, row_bytes, num_rows, at<char>(packed), depth_blocks, first_strip, strip_step,
+            block_words);
 }
 
 }  // namespace
 
 NB_MODULE(pagewire_kernels_cpu, m) {
   m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
-  m.attr("ABI") = 6;
+  m.attr("ABI") = 7;
   m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
   m.def("use", &use, "pick the instruction set that the ops run on");
   m.def("configure", [](int num_threads, std::vector<int> cpus, int64_t spin_ns) {

@@ -1,4 +1,7 @@
-"""Weights with scales for groups of columns: within float32's error of the oracle, rows the same in any company."""
+"""Weights with scales for groups of columns: within float32's error of the oracle, rows the same in any company.
+
+Where x goes in fixed point the oracle's x is that too (kernels/grouped.py), so that the bounds stay those of float32.
+"""
 
 import itertools
 from typing import Literal
@@ -11,7 +14,7 @@ import kernels.cpu
 from kernels import reference
 from kernels.cpu.native import NativeKernels
 from kernels.cpu.packed_groups import PackedGroups
-from kernels.grouped import GroupedMatrix, Numbers
+from kernels.grouped import RANGES, GroupedMatrix, KScales, Numbers, in_fixed_point
 from kernels.int8 import Quantization
 from tests.kernels.cpu.harness import DTYPES, UNIT, assert_same_bits, assert_within, case, normal
 
@@ -19,7 +22,8 @@ SHAPES = [  # rows, columns, depth, group: panels, blocks and groups whole and n
     (1, 1, 8, 32), (1, 33, 128, 128), (2, 15, 200, 64), (3, 300, 96, 32), (4, 32, 640, 384), (6, 40, 896, 896),
     (7, 64, 257, 64), (13, 17, 384, 128), (65, 130, 160, 32), (300, 40, 1664, 640), (40, 33, 520, 4096),
 ]  # fmt: skip
-KINDS: tuple[Numbers, ...] = ("int4", "int8", "fp8")
+KINDS: tuple[Numbers, ...] = ("int4", "int8", "fp8", "int5")
+K_KINDS: tuple[Numbers, ...] = ("uint4", "uint5", "int6")
 Act = Literal["silu", "gelu_tanh"]
 
 
@@ -32,8 +36,8 @@ def matrix(
         codes = torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.int16)
         numbers = codes.where(codes % 128 != 127, 0).to(torch.uint8).view(torch.float8_e4m3fn)
     else:
-        limit = 8 if kind == "int4" else 128
-        numbers = torch.randint(-limit, limit, (rows, columns), generator=generator, dtype=torch.int8)
+        low, limit = RANGES[kind]
+        numbers = torch.randint(low, limit + 1, (rows, columns), generator=generator, dtype=torch.int16).char()
     size = (rows, -(-columns // group))
     largest = 100 if kind == "fp8" else limit
     scales = (torch.rand(size, generator=generator) + 0.5) * columns**-0.5 / largest
@@ -42,6 +46,31 @@ def matrix(
         kind, numbers, scales, group, -zeros * scales if offsets else None,
         torch.randperm(columns, generator=generator) if order else None,
     )  # fmt: skip
+
+
+def k_matrix(kind: Numbers, rows: int, columns: int, *, seed: int) -> GroupedMatrix:
+    """Random numbers and codes of every value, as llama.cpp's K types have them."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = RANGES[kind]
+    numbers = torch.randint(low, high + 1, (rows, columns), generator=generator, dtype=torch.int8)
+    upper = [(torch.rand(rows, columns // 256, generator=generator) * 1e-3).half() for _ in range(2)]
+    if kind == "int6":
+        lower = torch.randint(-128, 128, (rows, columns // 16), generator=generator, dtype=torch.int16).char()
+        return GroupedMatrix.of_levels(kind, numbers, KScales(upper[0], lower))
+    codes = [torch.randint(0, 64, (rows, columns // 32), generator=generator, dtype=torch.uint8) for _ in range(2)]
+    return GroupedMatrix.of_levels(kind, numbers, KScales(upper[0], codes[0], upper[1], codes[1]))
+
+
+def seen(native: NativeKernels, x: Tensor, weight: GroupedMatrix) -> Tensor:
+    """x as the kernels compute with it."""
+    kind = weight.kind
+    fixed = kind in (*K_KINDS, "int5") or (
+        x.dtype == torch.bfloat16 and kind != "fp8" and not native.isa.startswith("amx")
+    )
+    if not fixed:
+        return x
+    order = torch.arange(x.shape[1]) if weight.order is None else weight.order
+    return in_fixed_point(x[:, order], 64 if kind == "int8" else 128)[:, order.argsort()]
 
 
 def pack(native: NativeKernels, *weights: GroupedMatrix, dtype: torch.dtype, **more: object) -> PackedGroups:
@@ -53,7 +82,7 @@ def product(x: Tensor, weight: GroupedMatrix) -> tuple[Tensor, Tensor]:
     wide = weight.dequantized().double()
     order = torch.arange(weight.shape[1]) if weight.order is None else weight.order
     groups = torch.arange(weight.shape[1]) // weight.group_size
-    parts = weight.numbers.double().abs() * weight.scales.double()[:, groups]
+    parts = weight.numbers.double().abs() * weight.scales.double().abs()[:, groups]
     if weight.offsets is not None:
         parts += weight.offsets.double().abs()[:, groups]
     magnitude = x.double().abs()[:, order] @ parts.T
@@ -83,13 +112,60 @@ def test_agrees_with_the_dequantized_weight(native: NativeKernels) -> None:
         weight = matrix(kind, columns, depth, group, seed=2, offsets=number % 3 > 0, order=number % 4 == 1)
         x = normal(rows, depth, dtype=dtype, seed=1)
         bias, residual = normal(columns, dtype=dtype, seed=3), normal(rows, columns, dtype=dtype, seed=4)
-        expected, error = product(x, weight)
+        expected, error = product(seen(native, x, weight), weight)
         with case(kind, dtype, rows, columns, depth, group):
             assert_within(native.logits(x, pack(native, weight, dtype=dtype)), expected, error)
             expected = expected + bias.double() + residual.double()
             error = error + UNIT[torch.float32] * 4 * (bias.double().abs() + residual.double().abs())
             result = native.linear(x, pack(native, weight, dtype=dtype, biases=[bias]), residual=residual)
             assert_within(result, expected, error + UNIT[dtype] * expected.abs() * 1.01)
+
+
+def test_scales_of_two_levels(native: NativeKernels) -> None:
+    for kind, dtype, (rows, columns, depth) in itertools.product(
+        K_KINDS, DTYPES, ((1, 70, 256), (3, 16, 768), (13, 33, 512), (40, 40, 1024))
+    ):
+        weight = k_matrix(kind, columns, depth, seed=1)
+        x = normal(rows, depth, dtype=dtype, seed=1)
+        bias = normal(columns, dtype=dtype, seed=3)
+        packed = pack(native, weight, dtype=dtype, biases=[bias])
+        expected, error = product(seen(native, x, weight), weight)
+        with case(kind, dtype, rows, columns, depth):
+            result = native.logits(x, packed)
+            assert_within(result, expected + bias.double(), error + UNIT[torch.float32] * 4 * bias.double().abs())
+            for row in range(0, rows, 3):
+                assert_same_bits(native.logits(x[row : row + 1], packed), result[row : row + 1])
+            ids = torch.tensor([0, columns - 1, 5, 15])
+            found = native.embedding(ids, pack(native, weight, dtype=dtype))
+            assert_same_bits(found, weight.dequantized()[ids].to(dtype))
+
+
+def test_what_is_joined_has_its_scales_of_two_levels(native: NativeKernels) -> None:
+    dtype = torch.bfloat16
+    x = normal(5, 256, dtype=dtype, seed=1)
+    for kind, sizes in itertools.product(K_KINDS, ((32, 16, 16), (7, 40, 3))):
+        weights = [k_matrix(kind, n, 256, seed=n) for n in sizes]
+        apart = [native.linear(x, pack(native, weight, dtype=dtype)) for weight in weights]
+        with case(kind, sizes):
+            assert_same_bits(native.linear(x, pack(native, *weights, dtype=dtype)), torch.cat(apart, dim=1))
+        gate, up = k_matrix(kind, 40, 256, seed=1), k_matrix(kind, 40, 256, seed=2)
+        packed = pack(native, gate, up, dtype=torch.float32, gated=True)
+        parts = [native.linear(x.float(), pack(native, each, dtype=torch.float32)).double() for each in (gate, up)]
+        expected = reference.silu_and_mul(*parts)
+        assert_within(native.gated_linear(x.float(), packed, "silu"), expected, expected.abs() * 1e-5 + 1e-5)
+
+
+def test_fixed_point_is_exact_near_the_largest_and_close_below(native: NativeKernels) -> None:
+    """What a row's block rounds to: as the docs say."""
+    x = normal(4, 300, dtype=torch.bfloat16, seed=1)
+    x[1, 5], x[2] = 1000.0, 0.0
+    fixed = in_fixed_point(x, 128)
+    blocks = (
+        torch.nn.functional.pad(x.double(), (0, 84)).view(4, 3, 128).abs().amax(2).repeat_interleave(128, 1)[:, :300]
+    )
+    assert ((fixed - x.double()).abs() <= blocks * 2.0**-15).all()
+    near = x.double().abs() >= blocks * 2.0**-7
+    assert torch.equal(fixed[near], x.double()[near])
 
 
 def test_every_number_is_exact(native: NativeKernels) -> None:
@@ -126,7 +202,7 @@ def test_gated_activation(native: NativeKernels) -> None:
         x = normal(rows, depth, dtype=dtype, seed=1, scale=4)
         pair = [matrix("int4", columns, depth, 32, seed=s, offsets=s == 2) for s in (2, 3)]
         biases = [normal(columns, dtype=dtype, seed=s) for s in (4, 5)]
-        (gate, gate_error), (up, up_error) = (product(x, weight) for weight in pair)
+        (gate, gate_error), (up, up_error) = (product(seen(native, x, weight), weight) for weight in pair)
         gate, up = gate + biases[0].double(), up + biases[1].double()
         expected = oracle(gate, up)
         error = 1.2 * (gate_error + 1e-6) * up.abs() + (up_error + 1e-6) * gate.abs() + 1e-6

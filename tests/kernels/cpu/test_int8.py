@@ -11,6 +11,7 @@ from torch import Tensor
 import kernels.cpu
 from kernels import int8, reference
 from kernels.cpu.native import NativeKernels
+from kernels.grouped import in_fixed_point
 from tests.kernels.cpu.harness import DTYPES, UNIT, assert_same_bits, assert_within, case, normal
 
 SHAPES = [  # rows, columns, depth: every way to take the rows, panels and blocks of 64 whole and not, many row blocks
@@ -43,6 +44,13 @@ def matrices(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[T
     weight = normal(columns, depth, dtype=dtype, seed=2, scale=depth**-0.5)
     weight[0] *= 100  # a scale of its own
     return normal(rows, depth, dtype=dtype, seed=1), weight
+
+
+def seen(kernels: NativeKernels, x: Tensor) -> Tensor:
+    """x as weight-only products have it: in fixed point but where bfloat16 has tiles (src/ops/fixed.h)."""
+    if x.dtype == torch.float32 or kernels.isa.startswith("amx") or kernels.quantization != "int8":
+        return x
+    return in_fixed_point(x, 64)
 
 
 def chain_error(x: Tensor, q: Tensor, scales: Tensor) -> Tensor:
@@ -78,7 +86,7 @@ def test_weight_only_agrees_with_float64(weight_only: NativeKernels) -> None:
         x, weight = matrices(rows, columns, depth, dtype)
         bias, residual = normal(columns, dtype=dtype, seed=3), normal(rows, columns, dtype=dtype, seed=4)
         q, scales = int8.quantize_weight(weight)
-        expected, error = int8.linear(x, q, scales), chain_error(x, q, scales)
+        expected, error = int8.linear(seen(weight_only, x), q, scales), chain_error(x, q, scales)
         with case(dtype, rows, columns, depth):
             assert_within(weight_only.logits(x, weight_only.pack(weight)), expected, error + 1e-30)
             expected = expected + bias.double() + residual.double()
@@ -98,7 +106,7 @@ def test_gated_activation(quantized: NativeKernels) -> None:
         gate, up = (normal(columns, depth, dtype=dtype, seed=s, scale=depth**-0.5) for s in (2, 3))
         biases = [normal(columns, dtype=dtype, seed=s) for s in (4, 5)]
         pairs = [int8.quantize_weight(weight) for weight in (gate, up)]
-        wide = [product(x, *pair).double() + b.double() for pair, b in zip(pairs, biases, strict=True)]
+        wide = [product(seen(quantized, x), *pair).double() + b.double() for pair, b in zip(pairs, biases, strict=True)]
         errors = [chain_error(x, *pair) + 1e-6 for pair in pairs]
         error = 1.2 * errors[0] * wide[1].abs() + errors[1] * wide[0].abs() + 1e-6
         expected = oracle(wide[0], wide[1])

@@ -102,9 +102,12 @@ void quantize_rows(const QuantizeArgs& a, const Region& region) {
     a.scales[row] = largest / 127.0f;
     const vec inverse = vset(largest == 0.0f ? 0.0f : 127.0f / largest), limit = vset(127.0f), low = vset(-127.0f);
     char* q = a.out + row * a.out_stride;
+    int32_t sum = 0;
     for (int64_t i = 0; i < a.out_stride; i += W) {
       const vec scaled = i < a.size ? vmul(load_some(x + i, a.size - i), inverse) : vzero();
       store_int8(q + i, vmax(vmin(scaled, limit), low));
     }
+    for (int64_t i = 0; i < a.out_stride; ++i) sum += (signed char)q[i];
+    a.sums[row] = sum;
   }
 }

@@ -17,19 +17,24 @@ constexpr int64_t MOST_FEW_ROWS = FEW_ROWS, MOST_AT_ONCE = ROWS_AT_ONCE;
 // Scales and offsets of a panel, from the first group on; sums of the rows' x.
 struct PanelGroups {
   int64_t group, num_groups;
-  const float *scales, *offsets, *x_sums;
+  bool halves;  // scales are float16
+  const char* scales;
+  const float *offsets, *x_sums;
 
   PanelGroups(const GroupedArgs& a, int64_t panel, int64_t row)
       : group(a.group),
         num_groups(a.num_groups),
-        scales(a.scales + panel * a.num_groups * PANEL),
+        halves(a.scale_form == FLOAT16_SCALES),
+        scales((const char*)a.scales + panel * a.num_groups * PANEL * (halves ? 2 : 4)),
         offsets(a.offsets ? a.offsets + panel * a.num_groups * PANEL : nullptr),
         x_sums(a.offsets ? a.x_sums + row * a.num_groups : nullptr) {}
+
+  __attribute__((always_inline)) vec scale(int64_t at) const { return halves ? load_halves(scales + at * 2) : vload((const float*)scales + at); }
 };
 
 // total + sum * scale + x's sum * offset, for the columns from n on of row i.
 INLINE vec add_group(const PanelGroups& p, vec total, vec sum, vec unit, int64_t g, int64_t i, int64_t n) {
-  total = vfma(sum, vmul(vload(p.scales + g * PANEL + n), unit), total);
+  total = vfma(sum, vmul(p.scale(g * PANEL + n), unit), total);
   return p.offsets ? vfma(vset(p.x_sums[i * p.num_groups + g]), vload(p.offsets + g * PANEL + n), total) : total;
 }
 
@@ -183,7 +188,7 @@ void linear_grouped(const GroupedArgs& g, const Region& region) {
     case INT4: return linear_numbers<T, Int4>(g, region);
     case INT8: return linear_numbers<T, Int8>(g, region);
     case FP8: return linear_numbers<T, Fp8>(g, region);
-  }
+  }  // the others go by linear_fixed on every set
 }
 
 template <typename T>

@@ -55,6 +55,8 @@ INLINE vec vload(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(f
 INLINE void vstore(bf16* p, vec v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
 INLINE void vstore(bf16* p, vec v, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(v)); }
 
+INLINE vec load_halves(const char* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }  // float16
+
 // Words of two bfloat16: the first ones, the second ones, as float32.
 INLINE vec load_even(const void* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
 INLINE vec load_odd(const void* p) {
@@ -126,6 +128,7 @@ INLINE void vstore(bf16* p, vec v, int n) {
   vstore(some, v);
   __builtin_memcpy(p, some, 2 * (n < 8 ? n : 8));
 }
+INLINE vec load_halves(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 INLINE vec load_even(const void* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));
 }

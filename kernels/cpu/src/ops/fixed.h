@@ -1,0 +1,215 @@
+// Fixed point: x as 16 bit integers with one power of two for each block of a row, numbers of a weight as pairs of them.
+//
+//   x[k] ≈ q[k] * 2^e,   2^14 <= max |q| < 2^15 over the block's k; what lies within 2^7 of the block's largest bfloat16 is exact
+//
+// Products and their sums over a group are integers that fit 32 bits, so they are exact in any order and on any set. Weights:
+//
+//   INT4 UINT4    a word is 8 numbers, the first in the lowest bits; 128 deep. UINT4 0 ... 15 is stored less 8
+//   INT5 UINT5    for 32 deep 4 words of the low 4 bits and one of the fifth; INT5 -16 ... 15 is stored plus 16
+//   INT6          the same with two words of 2 bits each; -32 ... 31 is stored plus 32
+//   INT8          int8.h; 64 deep
+//
+// A unit is 32 deep: 16 vectors of pairs. Pair P of a nibble's word has numbers 8 w + j and 8 w + j + 4 (P = 4 w + j), that of
+// bytes 4 w + j and 4 w + j + 2 (P = 2 w + j). x is stored in that order: [block][row][k], so that rows lie side by side.
+#pragma once
+
+#if defined(__AVX512F__)
+typedef __m512i ivec;
+INLINE ivec iload(const void* p) { return _mm512_loadu_si512(p); }
+INLINE void istore(void* p, ivec v) { _mm512_storeu_si512(p, v); }
+INLINE ivec iset(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE ivec ixor(ivec a, ivec b) { return _mm512_xor_si512(a, b); }
+INLINE ivec iand(ivec a, ivec b) { return _mm512_and_si512(a, b); }
+INLINE ivec and_or(ivec a, ivec mask, ivec b) { return _mm512_ternarylogic_epi32(a, mask, b, 0xea); }  // (a & mask) | b
+template <int N>
+INLINE ivec left16(ivec v) { return _mm512_slli_epi16(v, N); }
+template <int N>
+INLINE ivec right16(ivec v) { return _mm512_srli_epi16(v, N); }
+template <int N>
+INLINE ivec signed_right16(ivec v) { return _mm512_srai_epi16(v, N); }
+INLINE vec to_floats(ivec v) { return _mm512_cvtepi32_ps(v); }
+INLINE vec load_unsigned(const char* p) { return to_floats(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+INLINE vec load_signed(const char* p) { return to_floats(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+INLINE void store_int16(int16_t* p, vec x) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+#if defined(__AVX512VNNI__)
+INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return _mm512_dpwssd_epi32(sum, a, b); }
+#else
+INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }
+#endif
+#else
+typedef __m256i ivec;
+INLINE ivec iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+INLINE void istore(void* p, ivec v) { _mm256_storeu_si256((__m256i*)p, v); }
+INLINE ivec iset(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE ivec ixor(ivec a, ivec b) { return _mm256_xor_si256(a, b); }
+INLINE ivec iand(ivec a, ivec b) { return _mm256_and_si256(a, b); }
+INLINE ivec and_or(ivec a, ivec mask, ivec b) { return _mm256_or_si256(_mm256_and_si256(a, mask), b); }
+template <int N>
+INLINE ivec left16(ivec v) { return _mm256_slli_epi16(v, N); }
+template <int N>
+INLINE ivec right16(ivec v) { return _mm256_srli_epi16(v, N); }
+template <int N>
+INLINE ivec signed_right16(ivec v) { return _mm256_srai_epi16(v, N); }
+INLINE vec to_floats(ivec v) { return _mm256_cvtepi32_ps(v); }
+INLINE vec load_unsigned(const char* p) { return to_floats(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+INLINE vec load_signed(const char* p) { return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+INLINE void store_int16(int16_t* p, vec x) {
+  const __m256i words = _mm256_cvtps_epi32(x);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+#endif
+
+// Two neighbours of x in all lanes. GCC 12 loads hundreds of them ahead when it may, and then has them all in memory.
+typedef int32_t __attribute__((may_alias)) Pair;
+INLINE ivec broadcast_pair(const int16_t* x) {
+  ivec pairs;
+#if defined(__AVX512F__)
+  asm("vpbroadcastd %1, %0" : "=v"(pairs) : "m"(*(const Pair*)x));
+#else
+  asm("vpbroadcastd %1, %0" : "=x"(pairs) : "m"(*(const Pair*)x));
+#endif
+  return pairs;
+}
+
+// Field P of BITS bits in each half of the word at p, moved to bit 4.
+template <int P, int BITS>
+INLINE ivec high_bits(const char* p) {
+  constexpr int from = P * BITS;
+  if constexpr (from > 4) return right16<from - 4>(iload(p));
+  if constexpr (from < 4) return left16<4 - from>(iload(p));
+  return iload(p);
+}
+
+// pair<P>: pair P of a unit, for the rows from lane v W on. ZERO is what must be added to the numbers as they are stored.
+template <int OFFSET>
+struct FixedNibbles {
+  static constexpr int64_t DEPTH = 128, UNIT_BYTES = 4 * 64;
+  static constexpr int32_t ZERO = OFFSET;
+  static constexpr bool NIBBLES = true, GROUPS_OF_16 = false;
+  template <int P>
+  INLINE ivec pair(const char* unit, int v) {
+    const ivec words = iload(unit + P / 4 * 64 + v * W * 4);
+    if constexpr (P % 4 == 3) return signed_right16<12>(words);
+    if constexpr (P % 4 < 3) return signed_right16<12>(left16<12 - P % 4 * 4>(words));
+  }
+  static int32_t at(const char* unit, int64_t k) {
+    return (int32_t)((*(const uint32_t*)(unit + k / 8 * 64)) << (28 - 4 * (k % 8))) >> 28;
+  }
+};
+template <int BITS, int OFFSET>
+struct FixedPlanes {
+  static constexpr int64_t DEPTH = 128, UNIT_BYTES = (4 + BITS) * 64;
+  static constexpr int32_t ZERO = OFFSET;
+  static constexpr bool NIBBLES = true, GROUPS_OF_16 = BITS == 2;
+  static constexpr int PER_PLANE = 16 / BITS;
+  template <int P>
+  INLINE ivec pair(const char* unit, int v) {
+    const ivec low = iand(right16<P % 4 * 4>(iload(unit + P / 4 * 64 + v * W * 4)), iset(0x000f000f));
+    const ivec high = high_bits<P % PER_PLANE, BITS>(unit + (4 + P / PER_PLANE) * 64 + v * W * 4);
+    return and_or(high, iset(BITS == 1 ? 0x00100010 : 0x00300030), low);
+  }
+  static int32_t at(const char* unit, int64_t k) {
+    const int64_t pair = k / 8 * 4 + k % 4, second = k % 8 / 4;
+    const uint32_t low = *(const uint32_t*)(unit + k / 8 * 64) >> (4 * (k % 8)) & 15;
+    const uint32_t high = *(const uint32_t*)(unit + (4 + pair / PER_PLANE) * 64) >> (pair % PER_PLANE * BITS + 16 * second);
+    return (int32_t)(low | (high & ((1 << BITS) - 1)) << 4);
+  }
+};
+struct FixedBytes {
+  static constexpr int64_t DEPTH = DEPTH_INT8, UNIT_BYTES = 8 * 64;
+  static constexpr int32_t ZERO = 0;
+  static constexpr bool NIBBLES = false, GROUPS_OF_16 = false;
+  template <int P>
+  INLINE ivec pair(const char* unit, int v) {
+    const ivec words = iload(unit + P / 2 * 64 + v * W * 4);
+    return signed_right16<8>(P % 2 ? words : left16<8>(words));
+  }
+  static int32_t at(const char* unit, int64_t k) { return (signed char)unit[k / 4 * 64 + k % 4]; }
+};
+// What another's pairs are spread out to.
+template <typename N>
+struct FixedSpread {
+  static constexpr int64_t DEPTH = N::DEPTH, UNIT_BYTES = 16 * 64;
+  static constexpr bool GROUPS_OF_16 = N::GROUPS_OF_16;
+  template <int P>
+  INLINE ivec pair(const char* unit, int v) { return iload(unit + P * 64 + v * W * 4); }
+};
+
+// Whether the op of T goes this way: bfloat16 loses nothing by it where there are no tiles for bfloat16.
+template <typename T>
+constexpr bool is_fixed(int numbers) {
+#if defined(PAGEWIRE_AMX)
+  return numbers >= UINT4;
+#else
+  return numbers >= UINT4 || (sizeof(T) == 2 && (numbers == INT4 || numbers == INT8));
+#endif
+}
+
+template <typename T>
+constexpr uint32_t fixed_numbers() {
+  uint32_t bits = 0;
+  for (int numbers = INT4; numbers <= INT6; ++numbers) bits |= (uint32_t)is_fixed<T>(numbers) << numbers;
+  return bits;
+}
+
+template <typename F>
+INLINE void with_fixed(int numbers, F&& f) {
+  switch (numbers) {
+    case INT4: return f(FixedNibbles<0>());
+    case UINT4: return f(FixedNibbles<8>());
+    case INT5: return f(FixedPlanes<1, -16>());
+    case UINT5: return f(FixedPlanes<1, 0>());
+    case INT6: return f(FixedPlanes<2, -32>());
+    case INT8: return f(FixedBytes());
+  }
+}
+
+// One block of a row, of which `size` numbers are there; returns 2^e. A block with an infinity or a NaN gets a NaN for it.
+template <typename T>
+INLINE float fix_block(const T* x, int64_t size, int64_t depth, int16_t* out) {
+  const float largest = size > 0 ? largest_magnitude(x, size) : 0.0f;
+  uint32_t bits;
+  __builtin_memcpy(&bits, &largest, 4);
+  const uint32_t exponent = larger(bits >> 23, 15);
+  if (exponent == 255) {
+    for (int64_t i = 0; i < depth; ++i) out[i] = 0;
+    return __builtin_nanf("");
+  }
+  const uint32_t scale_bits = (exponent - 14) << 23, inverse_bits = (268 - exponent) << 23;
+  float scale, inverse;
+  __builtin_memcpy(&scale, &scale_bits, 4);
+  __builtin_memcpy(&inverse, &inverse_bits, 4);
+  for (int64_t i = 0; i < depth; i += W) store_int16(out + i, i < size ? vmul(load_some(x + i, size - i), vset(inverse)) : vzero());
+  return scale;
+}
+
+// Rows in fixed point; see FixedRowsArgs.
+template <typename T>
+void fixed_rows(const FixedRowsArgs& a, const Region& region) {
+  with_fixed(a.numbers, [&](auto n) {
+    typedef decltype(n) N;
+    // Of eight numbers: into pairs.
+    const __m128i order = N::NIBBLES ? _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+                                     : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    for (int64_t row; (row = next_task(region)) < a.num_rows;) {
+      const T* x = (const T*)a.x + row * a.x_stride;
+      int64_t g = row;
+      for (int64_t k = 0; k < a.depth; k += N::DEPTH) {
+        const int64_t place = k / N::DEPTH * a.num_rows + row;
+        int16_t* out = a.out + place * N::DEPTH;
+        a.scales[place] = fix_block(x + k, smaller(N::DEPTH, a.size - k), N::DEPTH, out);
+        for (int64_t i = 0; i < N::DEPTH; i += a.flush, g += a.num_rows) {
+          int32_t sum = 0;
+          for (int64_t j = i; j < i + a.flush; ++j) sum += out[j];
+          a.starts[g] = N::ZERO * sum;
+          a.sums[g] = (float)sum;
+        }
+        for (int64_t i = 0; i < N::DEPTH; i += 8)
+          _mm_storeu_si128((__m128i*)(out + i), _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(out + i)), order));
+      }
+    }
+  });
+}

@@ -1,0 +1,214 @@
+// out = act(x Wᵀ + bias) + residual with x in fixed point (fixed.h). For each block of x, and in it for each group, in order,
+//
+//   part += (the integer sum of x and the numbers) * scale + (the integer sum of x) * offset;   out += part * x's 2^e
+//
+// each term one fused multiply-add. Up to FIXED_ROWS rows take the pairs from the packed words; more from the thread's scratch,
+// where a block of a panel is spread out once. The sums are the same integers.
+#pragma once
+
+#if defined(__AVX512F__)
+constexpr int64_t FIXED_ROWS = 12;  // 12 sums and 12 parts in 32 registers
+#else
+constexpr int64_t FIXED_ROWS = 2;
+#endif
+
+// Scales and offsets of a panel's group, for the 16 rows from n on: float32, float16, or two-level ones as llama.cpp's K types
+// have them, whose products are exact in float32 (kernels/grouped.py). `form` ONE: the row's scale comes at the end.
+struct FixedScales {
+  int form;
+  int64_t group_stride;  // weight groups: more than one flush may share one
+  const char* scales;
+  const float* offsets;
+
+  __attribute__((always_inline)) vec scale(int64_t g, int64_t n) const {
+    switch (form) {
+      case FLOAT32_SCALES: return vload((const float*)scales + g / group_stride * PANEL + n);
+      case FLOAT16_SCALES: return load_halves(scales + (g / group_stride * PANEL + n) * 2);
+      case K_MIN_SCALES: {
+        const char* p = scales + g / 8 * K_MIN_BYTES;
+        return vmul(load_halves(p + n * 2), load_unsigned(p + 128 + g % 8 * PANEL + n));
+      }
+      case K_SCALES: {
+        const char* p = scales + g / 16 * K_BYTES;
+        return vmul(load_halves(p + n * 2), load_signed(p + 64 + g % 16 * PANEL + n));
+      }
+    }
+    return vset(1.0f);
+  }
+  bool has_offsets() const { return offsets || form == K_MIN_SCALES; }
+  __attribute__((always_inline)) vec offset(int64_t g, int64_t n) const {
+    if (offsets) return vload(offsets + g / group_stride * PANEL + n);
+    const char* p = scales + g / 8 * K_MIN_BYTES;
+    return vsub(vzero(), vmul(load_halves(p + 64 + n * 2), load_unsigned(p + 384 + g % 8 * PANEL + n)));
+  }
+};
+
+// Rows from `row` on of the fixed x, in one block: x [ROWS][DEPTH].
+struct FixedRows {
+  const int16_t* x;
+  const float* scales;
+  const int32_t* starts;  // [group of the block][num_rows]
+  const float* sums;
+  int64_t num_rows;
+
+  FixedRows(const GroupedArgs& g, int64_t depth, int64_t block, int64_t row)
+      : x(g.fixed + (block * g.linear.m + row) * depth),
+        scales(g.fixed_scales + block * g.linear.m + row),
+        starts(g.fixed_starts + block * (depth / g.flush) * g.linear.m + row),
+        sums(g.fixed_sums + block * (depth / g.flush) * g.linear.m + row),
+        num_rows(g.linear.m) {}
+};
+
+template <typename N, int ROWS, int P>
+INLINE void multiply_pair(const int16_t* x, const char* unit, ivec (*acc)[VECTORS]) {
+#pragma GCC unroll 2
+  for (int v = 0; v < VECTORS; ++v) {
+    const ivec q = N::template pair<P>(unit, v);
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i) acc[i][v] = dot_pairs(acc[i][v], q, broadcast_pair(x + i * N::DEPTH + P * 2));
+  }
+}
+
+template <typename N, int ROWS, int FROM, int... P>
+INLINE void multiply_half(const int16_t* x, const char* unit, ivec (*acc)[VECTORS], std::integer_sequence<int, P...>) {
+  (multiply_pair<N, ROWS, FROM + P>(x, unit, acc), ...);
+}
+
+// Both strips of one block: total [ROWS][32] += . `b`: its packed words.
+template <typename N, int ROWS>
+void multiply_fixed(const FixedRows& r, const FixedScales& s, const char* b, int64_t block, int64_t flush, float* total) {
+  typedef std::make_integer_sequence<int, 8> Half;
+  for (int strip = 0; strip < 2; ++strip) {
+    vec part[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; ++v) part[i][v] = vzero();
+    const int16_t* x = r.x;
+    const int32_t* starts = r.starts;
+    const float* sums = r.sums;
+    int64_t g = block * (N::DEPTH / flush);
+    for (int64_t k = 0; k < N::DEPTH; k += flush, ++g, starts += r.num_rows, sums += r.num_rows) {
+      ivec acc[ROWS][VECTORS];
+#pragma GCC unroll 16
+      for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; ++v) acc[i][v] = iset(starts[i]);
+      if (N::GROUPS_OF_16 && flush == 16) {
+        if (k % 32 == 0) {
+          multiply_half<N, ROWS, 0>(x, b, acc, Half());
+        } else {
+          multiply_half<N, ROWS, 8>(x, b, acc, Half());
+          x += 32, b += N::UNIT_BYTES;
+        }
+      } else {
+        for (int64_t unit = 0; unit < flush; unit += 32, x += 32, b += N::UNIT_BYTES) {
+          multiply_half<N, ROWS, 0>(x, b, acc, Half());
+          multiply_half<N, ROWS, 8>(x, b, acc, Half());
+        }
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; ++v) {
+        const vec scale = s.scale(g, strip * 16 + v * W);
+#pragma GCC unroll 16
+        for (int i = 0; i < ROWS; ++i) part[i][v] = vfma(to_floats(acc[i][v]), scale, part[i][v]);
+        if (s.has_offsets()) {
+          const vec offset = s.offset(g, strip * 16 + v * W);
+#pragma GCC unroll 16
+          for (int i = 0; i < ROWS; ++i) part[i][v] = vfma(vset(sums[i]), offset, part[i][v]);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; ++v) {
+        float* to = total + i * PANEL + strip * 16 + v * W;
+        vstore(to, vfma(part[i][v], vset(r.scales[i]), vload(to)));
+      }
+  }
+}
+
+// So many rows at once: sizes of which few functions are made.
+INLINE int64_t fixed_rows_at_once(int64_t left) {
+#if defined(__AVX512F__)
+  return left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+#else
+  return left >= 2 ? 2 : 1;
+#endif
+}
+
+template <typename N>
+INLINE void multiply_fixed_rows(int64_t rows, const FixedRows& r, const FixedScales& s, const char* b, int64_t block,
+                                int64_t flush, float* total) {
+  switch (rows) {
+    case 1: return multiply_fixed<N, 1>(r, s, b, block, flush, total);
+    case 2: return multiply_fixed<N, 2>(r, s, b, block, flush, total);
+#if defined(__AVX512F__)
+    case 4: return multiply_fixed<N, 4>(r, s, b, block, flush, total);
+    case 8: return multiply_fixed<N, 8>(r, s, b, block, flush, total);
+    case 12: return multiply_fixed<N, 12>(r, s, b, block, flush, total);
+#endif
+  }
+}
+
+template <typename N, int... P>
+INLINE void spread_unit(const char* from, char* to, std::integer_sequence<int, P...>) {
+  for (int v = 0; v < VECTORS; ++v) (istore(to + P * 64 + v * W * 4, N::template pair<P>(from, v)), ...);
+}
+
+// Totals into results: a row's own scale if there is one.
+template <typename T>
+INLINE void finish_fixed(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel, float* c) {
+  if (a.scales)
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t n = 0; n < PANEL; n += W)
+        vstore(c + i * PANEL + n, vmul(vload(c + i * PANEL + n), vload(a.scales + panel * PANEL + n)));
+  finish<T>(a, row, rows, panel, c);
+}
+
+template <typename T, typename N>
+void fixed_task(const GroupedArgs& g, const Int8Plan<T>& plan, int64_t task, bool few, float* sums, char* tiles) {
+  constexpr int64_t UNITS = N::DEPTH / 32, BLOCK = 2 * UNITS * N::UNIT_BYTES;
+  const LinearArgs& a = g.linear;
+  const Int8Part part(a, plan, task);
+  const int64_t count = part.last_row - part.first_row;
+  for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) {
+    const FixedScales scales{g.scale_form, larger(1, g.group / g.flush),
+                             (const char*)g.scales + panel * g.scale_panel_bytes,
+                             g.offsets ? g.offsets + panel * g.num_groups * PANEL : nullptr};
+    for (int64_t i = 0; i < count * PANEL; i += W) vstore(sums + i, vzero());
+    const char* b = a.weight + panel * plan.num_blocks * BLOCK;
+    for (int64_t block = 0; block < plan.num_blocks; ++block, b += BLOCK) {
+      if (!few)
+        for (int64_t unit = 0; unit < 2 * UNITS; ++unit)
+          spread_unit<N>(b + unit * N::UNIT_BYTES, tiles + unit * 1024, std::make_integer_sequence<int, 16>());
+      for (int64_t row = 0; row < count;) {
+        const int64_t rows = fixed_rows_at_once(count - row);
+        const FixedRows r(g, N::DEPTH, block, part.first_row + row);
+        if (few) {
+          multiply_fixed_rows<N>(rows, r, scales, b, block, g.flush, sums + row * PANEL);
+        } else {
+          multiply_fixed_rows<FixedSpread<N>>(rows, r, scales, tiles, block, g.flush, sums + row * PANEL);
+        }
+        row += rows;
+      }
+    }
+    finish_fixed<T>(a, part.first_row, count, panel, sums);
+  }
+}
+
+template <typename T>
+void linear_fixed(const GroupedArgs& g, const Region& region) {
+  with_fixed(g.numbers, [&](auto n) {
+    typedef decltype(n) N;
+    const bool few = g.linear.m <= FIXED_ROWS;
+    const Int8Plan<T> plan(g.linear, region.num_threads, few, N::DEPTH);
+    float* sums = (float*)region.scratch;
+    for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
+      fixed_task<T, N>(g, plan, task, few, sums, region.scratch + ROW_BLOCK * PANEL * sizeof(float));
+  });
+}
+
+template <typename T>
+int64_t linear_fixed_scratch(const GroupedArgs&) { return ROW_BLOCK * PANEL * (int64_t)sizeof(float) + 8 * 1024; }
