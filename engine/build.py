@@ -11,6 +11,7 @@ import torch
 from engine.admission import SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
+from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
 from engine.memory import KV_FORMATS, KvLayout, KvMemory
 from engine.parallel.ranks import Ranks
@@ -100,7 +101,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         max_model_len=options.max_model_len,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kv_cache_memory_share=options.kv_cache_memory_share,
-        available_bytes=max(0, _free_bytes(kernels.device) - (0 if slots is None else slots.num_layer_bytes)),
+        available_bytes=max(0, _free_bytes(kernels.device) - _slot_bytes(slots, options)),
         groups=groups,
     )
     root = root_key(
@@ -128,7 +129,11 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         speculator = Speculator(speculative, drafter, draft.cost)
     elif speculative is not None:
         speculator = Speculator(speculative)
-    model = served.model if ranks is None else ranks.join(served.model, memory, config.vocab_size)
+    model = served.model
+    if ranks is not None:
+        model = shared = ranks.join(served.model, memory, config.vocab_size)
+        if slots is not None:
+            shared.share(slots)
     runner = ModelRunner(config, model, memory, _make_sampler(kernels.NAME, config.vocab_size), slots)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
@@ -183,6 +188,11 @@ def _make_sampler(kernels: str, vocab_size: int) -> RowSampler:
 
         return DeviceSampler(vocab_size)
     return Sampler(vocab_size)
+
+
+def _slot_bytes(slots: AdapterSlots | None, options: EngineOptions) -> int:
+    """Of all ranks: rank 0's part of a layer is no smaller than another's."""
+    return 0 if slots is None else slots.num_layer_bytes * options.tensor_parallel_size
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.errors import EngineError
-from engine.parallel.messages import Failed, Forward, Join, Load, Loaded, Logits, Stop, decode, send
+from engine.parallel.messages import Failed, Forward, Join, Load, Loaded, Logits, PutAdapter, Stop, decode, send
 
 INHERITED = "PAGEWIRE_RANK_SOCKET"
 """In a rank's environment: `descriptor:rank`."""
@@ -65,6 +65,8 @@ def _serve(connection: "Connection[Any, Any]", rank: int) -> None:
             part.forward(message)
         elif isinstance(message, Logits):
             part.logits(message)
+        elif isinstance(message, PutAdapter):
+            part.put(message)
         elif isinstance(message, Stop):
             return
         else:

@@ -125,12 +125,19 @@ class Ranks:
 
     def tell(self, message: object) -> None:
         """Sends it to each. Raises EngineDied, also if one reads nothing for STEP_SECONDS."""
+        data = encode(message)
+        self._send(lambda rank: data)
+
+    def tell_each(self, message: Callable[[int], object]) -> None:
+        """The same with a message for each rank, which is made when the one before has gone."""
+        self._send(lambda rank: encode(message(rank)))
+
+    def _send(self, data: Callable[[int], bytes]) -> None:
         if self._death is not None:
             raise self._death
-        data = encode(message)
         for rank, connection in self._connections.items():
             try:
-                connection.send_bytes(data)
+                connection.send_bytes(data(rank))
             except BlockingIOError:
                 raise self.lost(TimeoutError(f"rank {rank} has read nothing for {STEP_SECONDS:g} s")) from None
             except OSError as error:

@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "bandwidth.h"
+#include "exchange.h"
 #include "isa.h"
 #include "pack.h"
 #include "pool.h"
@@ -286,4 +287,14 @@ NB_MODULE(pagewire_kernels_cpu, m) {
   m.def("embedding", &embedding, unlocked);
   m.def("gated_strips", &gated_strips, unlocked);
   m.def("lora", &lora, unlocked);
+  nb::class_<Exchange>(m, "Exchange", "parts of ranks in shared memory at an address, see exchange.h")
+      .def("__init__", [](Exchange* self, Address memory, int64_t capacity, int rank, int size, int64_t spin_ns, int64_t timeout_ms) {
+        new (self) Exchange(at(memory), capacity, rank, size, spin_ns, timeout_ms);
+      })
+      .def_static("bytes", &Exchange::bytes)
+      .def("sum", [](Exchange& self, Address own, Address total, int64_t count) { self.sum(at<float>(own), at<float>(total), count); },
+           unlocked)
+      .def("gather", [](Exchange& self, Address own, Address all, int64_t num_bytes) { self.gather(at<char>(own), at<char>(all), num_bytes); },
+           unlocked)
+      .def("give_up", &Exchange::give_up, unlocked);
 }
