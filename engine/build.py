@@ -143,9 +143,14 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
 
 
 def quantization_name(options: EngineOptions, config: ServedConfig) -> str:
-    """What the key's root says of the weights. Ranks make int8 scales of what each has of a row, so they differ."""
-    name = config.quantization_label or options.quantization
-    return name if name == "none" or options.tensor_parallel_size == 1 else f"{name}/tp{options.tensor_parallel_size}"
+    """What the key's root says of the weights.
+
+    Ranks make int8 scales of what each has of a row, so they differ; a checkpoint's are the same whoever has them.
+    """
+    size = options.tensor_parallel_size
+    if config.quantization_label or options.quantization == "none" or size == 1:
+        return config.quantization_label or options.quantization
+    return f"{options.quantization}/tp{size}"
 
 
 def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: bool) -> KvGroups:

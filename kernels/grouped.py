@@ -29,7 +29,8 @@ class GroupedMatrix:
     """W [N, K] as stored. Groups are of neighbours among the columns as `order` puts them.
 
     `numbers` are int8 [N, K] (-8 … 7 for "int4") or float8_e4m3fn without NaN, `scales` and `offsets` float32 [N, G],
-    G = ceil(K / group_size). `order`: int64 [K], the column of W that each stored one is, or None for the same.
+    G = ceil(K / group_size). `order`: int64 [K], the column of W that each stored one is, or None for the same. With
+    `num_inputs` W has so many columns, of which these are some (the others are zero here).
     Raises ValueError for parts that don't fit together.
     """
 
@@ -39,6 +40,7 @@ class GroupedMatrix:
     group_size: int
     offsets: Tensor | None = None
     order: Tensor | None = None
+    num_inputs: int | None = None
 
     def __post_init__(self) -> None:
         rows, columns = self.numbers.shape
@@ -62,14 +64,15 @@ class GroupedMatrix:
         return self.numbers.shape
 
     def dequantized(self) -> Tensor:
-        """float32 [N, K], its columns in W's order; product and sum are rounded each."""
+        """float32 [N, K or num_inputs], its columns in W's order; product and sum are rounded each."""
         columns = self.numbers.shape[1]
         weight = self.numbers.float() * self._by_column(self.scales, columns)
         if self.offsets is not None:
             weight += self._by_column(self.offsets, columns)
         if self.order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, self.order, weight)
+        whole = weight.new_zeros(weight.shape[0], self.num_inputs or columns)
+        return whole.index_copy_(1, self.order, weight)
 
     def split(self, sizes: Sequence[int]) -> list["GroupedMatrix"]:
         """So many rows each, one below the other, as torch's `split`."""

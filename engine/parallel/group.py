@@ -15,3 +15,12 @@ class RankGroup(Protocol):
     def gather(self, x: Tensor) -> Tensor | None:
         """The ranks' x, [ranks, *x.shape], on rank 0; None on the others."""
         ...
+
+    def gather_all(self, x: Tensor) -> Tensor:
+        """The same on all ranks."""
+        ...
+
+
+def side_by_side(x: Tensor, group: RankGroup) -> Tensor:
+    """Each rank's columns one after another, on all ranks. [T, K] -> [T, ranks · K]."""
+    return group.gather_all(x).transpose(0, 1).flatten(1)
