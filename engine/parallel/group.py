@@ -4,6 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+STEP_SECONDS = 300.0
+"""A rank that is silent for so long in the middle of a step is given up."""
+
 
 class RankGroup(Protocol):
     """All ranks call the same methods in the same order, with tensors of one shape."""

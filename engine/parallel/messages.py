@@ -2,7 +2,7 @@
 
 rank 0 ── Load ──► rank        the rank loads its part of the model
 rank 0 ◄─ Loaded | Failed ──   and says so, or why it can't
-rank 0 ── Join ──►             with the pool's descriptor beside it
+rank 0 ── Join ──►             with the descriptors of the pool and of shared memory beside it
 rank 0 ── PutAdapter ──►       before the first step that needs it; then the ranks agree in their group
 rank 0 ── Forward, Logits ──►  each step; then the ranks meet in their group
 rank 0 ◄─ Failed ──            a rank that can't go on says why and exits
@@ -55,7 +55,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The pool has `num_blocks` blocks of the whole model's `layout`; the ranks meet at the file `meeting`."""
+    """The pool has `num_blocks` blocks of the whole model's `layout`; the ranks meet at the file `meeting`.
+
+    Or, if that is "", in the shared memory whose descriptor comes after the pool's.
+    """
 
     num_blocks: int
     layout: KvLayout

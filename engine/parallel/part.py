@@ -1,5 +1,7 @@
 """A rank's part of the model, and the steps it is told to compute."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ from engine.lora.slots import AdapterSlots
 from engine.lora.step import LoraStep
 from engine.models.decoder import Decoder
 from engine.parallel.adapters import put_together
+from engine.parallel.group import RankGroup
 from engine.parallel.heads import KvHeads, map_pool
 from engine.parallel.messages import Forward, Join, Load, Logits, PutAdapter
-from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.shard import Shard
+from engine.parallel.shared_ranks import SharedRanks
 from engine.parallel.tables import TablesReceiver
 from engine.parallel.vocabulary import gather_logits
 from engine.runner import set_cpu_threads
@@ -32,7 +35,7 @@ class Part:
         self._slots = slots
         self._tables = TablesReceiver()
         self._heads: KvHeads | None = None
-        self._group: ProcessRanks | None = None
+        self._group: RankGroup | None = None
 
     @classmethod
     def load(cls, load: Load, rank: int) -> "Part":
@@ -46,12 +49,13 @@ class Part:
             raise ValueError("a rank needs a shard")
         return cls(part.model, part.model.config.shard, part.digest, part.slots)
 
-    def join(self, join: Join, pool: int) -> None:
-        """Maps the pool behind the descriptor and finds the other ranks."""
+    def join(self, join: Join, descriptors: Sequence[int]) -> None:
+        """Maps the pool behind the first descriptor and finds the other ranks. Closes the descriptors."""
+        pool, *others = descriptors
         shard = self._shard
         blocks = map_pool(pool, join.layout, join.num_blocks)
         self._heads = KvHeads(blocks, join.layout, join.groups, shard.kv_heads)
-        self._group = ProcessRanks(Path(join.meeting), shard.rank, shard.size)
+        self._group = _meet(join.meeting, others, shard)
         self._model.group = self._group
 
     def forward(self, step: Forward) -> None:
@@ -77,3 +81,18 @@ class Part:
 
     def _adapters(self, slots: NDArray[Any] | None) -> LoraStep | None:
         return None if slots is None or self._slots is None else self._slots.step(slots.tolist())
+
+
+def _meet(file: str, descriptors: Sequence[int], shard: Shard) -> RankGroup:
+    """As `engine.parallel.meeting` on rank 0."""
+    if file:
+        from engine.parallel.process_ranks import ProcessRanks  # it imports torch.distributed
+
+        return ProcessRanks(Path(file), shard.rank, shard.size)
+    (memory,) = descriptors
+    try:
+        ranks = SharedRanks(memory, shard.rank, shard.size)
+    finally:
+        os.close(memory)
+    ranks.sum(torch.zeros(1))
+    return ranks

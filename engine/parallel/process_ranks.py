@@ -8,11 +8,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from engine.parallel.group import STEP_SECONDS
+
 dist: Any = torch.distributed
 """Untyped: its types lack half of what is used here."""
-
-STEP_SECONDS = 300.0
-"""A rank that is silent for so long in the middle of a step is given up."""
 
 
 class ProcessRanks:

@@ -74,7 +74,7 @@ def _serve(connection: "Connection[Any, Any]", rank: int) -> None:
 
 
 def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]") -> None:
-    """Joining comes with the descriptor that is sent beside it. A message that can't be read ends the process too:
+    """Joining comes with the descriptors that are sent beside it. A message that can't be read ends the process too:
     without this thread it would wait for the next one for ever.
     """
     try:
@@ -84,7 +84,7 @@ def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]"
             except (EOFError, OSError):
                 os._exit(0)  # rank 0 has ended
             message = decode(data)
-            messages.put((message, _receive_descriptor(connection)) if isinstance(message, Join) else message)
+            messages.put((message, _receive_descriptors(connection)) if isinstance(message, Join) else message)
             if isinstance(message, Stop):
                 return
     except Exception as error:
@@ -92,10 +92,11 @@ def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]"
         _give_up(connection, _unexpected(error))
 
 
-def _receive_descriptor(connection: "Connection[Any, Any]") -> int:
+def _receive_descriptors(connection: "Connection[Any, Any]") -> list[int]:
+    """At most two."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        _, descriptors, _, _ = socket.recv_fds(own, 1, 1)
-    return descriptors[0]
+        _, descriptors, _, _ = socket.recv_fds(own, 1, 2)
+    return list(descriptors)
 
 
 def _set_up_log(rank: int, level: int) -> None:

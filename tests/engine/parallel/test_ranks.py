@@ -149,6 +149,13 @@ def test_every_family(tiny_model: Tiny, family: str, config: dict[str, Any], siz
     assert tokens(model, kernels=kernels, tensor_parallel_size=size) == tokens(model, kernels=kernels)
 
 
+@pytest.mark.nightly
+def test_over_gloo(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no native extension, and with Ray."""
+    monkeypatch.setattr("engine.parallel.meeting.can_share", lambda: False)
+    assert tokens(tiny_model("llama"), tensor_parallel_size=2) == tokens(tiny_model("llama"))
+
+
 def test_a_killed_rank_is_noticed_at_once_and_named(engine: Engine) -> None:
     """The last test with the module's engine."""
     (rank,) = ranks_of(engine)
