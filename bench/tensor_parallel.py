@@ -1,11 +1,15 @@
-"""Tokens per second of one process and of N ranks: `python bench/tensor_parallel.py [--quick] [--size N]`.
+"""Tokens per second of one process and of N ranks: `python -m bench.tensor_parallel [--quick] [--size N]`.
 
 A random Llama in bfloat16 on the best kernels here, one thread a rank. N ranks have N threads in all, so this asks what
-one more brings; it costs two exchanges per layer over the loopback interface.
+one more brings; it costs two exchanges per layer. `--exchange` measures those alone: in shared memory and over gloo, by
+turns in the same processes.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -15,6 +19,8 @@ from safetensors.torch import save_file
 
 from bench.machine import describe
 from engine.engine import Engine
+from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.shared_ranks import SharedRanks, make_memory
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
 
@@ -81,12 +87,50 @@ def measure(model: Path, size: int, num_seqs: int, num_tokens: int) -> tuple[flo
         engine.close()
 
 
+def exchange(size: int, num_rows: int, hidden: int, num_rounds: int) -> None:
+    """Prints microseconds of a sum of float32 [num_rows, hidden] over `size` ranks: medians of rounds of 200."""
+    with tempfile.TemporaryDirectory() as directory:
+        fd = make_memory(size)
+        with multiprocessing.get_context("fork").Pool(size) as pool:
+            work = [(fd, Path(directory) / "meeting", rank, size, num_rows, hidden, num_rounds) for rank in range(size)]
+            found = pool.starmap(_exchange, work, chunksize=1)
+        os.close(fd)
+    for name, column in (("shared memory", 0), ("gloo", 1)):
+        clock = statistics.median(each for rank in found for each, _ in rank[column])
+        cpu = sum(statistics.median(each for _, each in rank[column]) for rank in found)
+        print(f"{num_rows} x {hidden}: {name:13} {clock:8.0f} us, CPU time of all ranks {cpu:8.0f} us")
+
+
+def _exchange(
+    fd: int, meeting: Path, rank: int, size: int, num_rows: int, hidden: int, num_rounds: int
+) -> list[list[tuple[float, float]]]:
+    """(clock, CPU time) of a sum in microseconds, of each round: in shared memory, over gloo."""
+    torch.set_num_threads(1)
+    groups = (SharedRanks(fd, rank, size), ProcessRanks(meeting, rank, size))
+    x = torch.randn(num_rows, hidden)
+    found: list[list[tuple[float, float]]] = [[], []]
+    for _ in range(num_rounds):
+        for column, group in enumerate(groups):
+            group.sum(x)
+            clock, cpu = time.perf_counter(), time.process_time()
+            for _ in range(200):
+                group.sum(x)
+            found[column].append(((time.perf_counter() - clock) / 200 * 1e6, (time.process_time() - cpu) / 200 * 1e6))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model and few tokens")
     parser.add_argument("--size", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--exchange", action="store_true", help="only what the ranks' exchanges cost")
     arguments = parser.parse_args()
+    if arguments.exchange:
+        print(", ".join(f"{name} {value}" for name, value in describe().items()), f"load {os.getloadavg()[0]:.1f}")
+        for num_rows in (1, 8, 128):
+            exchange(arguments.size, num_rows, arguments.hidden, 3 if arguments.quick else 9)
+        return
     hidden, layers = (512, 4) if arguments.quick else (arguments.hidden, 16)
     num_seqs, num_tokens = (2, 16) if arguments.quick else (8, 64)
     print(", ".join(f"{name} {value}" for name, value in describe().items()))

@@ -265,6 +265,7 @@ void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num
 NB_MODULE(pagewire_kernels_cpu, m) {
   m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
   m.attr("ABI") = 4;
+  nb::set_leak_warnings(false);  // an engine may live until its process ends, and its exchange with it
   m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
   m.def("use", &use, "pick the instruction set that the ops run on");
   m.def("configure", [](int num_threads, std::vector<int> cpus, int64_t spin_ns) {

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.build import quantization_name
 from engine.gguf import packed_directory
 from engine.model_config import ModelError, load_model_config
 from engine.models.registry import load_model
@@ -16,6 +17,7 @@ from engine.quantized.cut import cut_matrix
 from kernels import cpu
 from kernels.cpu.native import NativeKernels
 from kernels.grouped import GroupedMatrix
+from pagewire.config import engine_options
 from tests.engine.gguf_files import write_gguf
 from tests.engine.parallel.test_ranks import tokens
 from tests.quantized_checkpoints import Recipe, awq, fp8, gptq, pack_quantized, quantized_copy
@@ -95,6 +97,14 @@ def test_the_layer_that_can_not_be_cut_is_named(tiny_model: Tiny, tmp_path: Path
     config = shard_config(load_model_config(str(model), dtype="float32"), 1, 2)
     with pytest.raises(ModelError, match=r"model.layers.0.mlp.down_proj: its 112 columns in groups of 32"):
         load_model(config, NativeKernels(cpu.load(), None))
+
+
+def test_block_keys_are_those_of_one_process(tiny_model: Tiny, tmp_path: Path) -> None:
+    """The weights are the same; those that ranks quantize themselves are not."""
+    model, _ = quantized_copy(tiny_model("llama", num_hidden_layers=1), tmp_path, gptq(group_size=32))
+    for path, quantization, expected in ((model, "none", "gptq4g32"), (tiny_model("llama"), "int8", "int8/tp2")):
+        options = engine_options(model=str(path), tensor_parallel_size=2, quantization=quantization)
+        assert quantization_name(options, load_model_config(str(path), dtype="float32")) == expected
 
 
 WIDE = {"intermediate_size": 128, "num_hidden_layers": 2}

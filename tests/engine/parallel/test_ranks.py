@@ -1,17 +1,21 @@
 """An engine on two ranks: the tokens of one, on every kernel set, and nothing of it left when it ends or dies."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from torch import Tensor
 
 from engine.engine import Engine
 from engine.errors import EngineDied
 from engine.model_config import ModelError, load_model_config
 from engine.parallel.config import check_parallel, shard_config
+from engine.parallel.group import RankGroup
 from kernels import cpu
 from pagewire.config import ConfigError, EngineOptions, engine_options
 from pagewire.sampling import SamplingParams
@@ -76,17 +80,20 @@ def test_the_tokens_are_those_of_one_process(engine: Engine, tiny_model: Tiny) -
     engine.scheduler.check_integrity()
 
 
-def test_a_row_depends_on_itself_alone(engine: Engine) -> None:
+@pytest.mark.parametrize("adapter", ["", "all"])
+def test_a_row_depends_on_itself_alone(engine: Engine, adapter: str) -> None:
     """Bit for bit: alone, in a batch, and in chunks of another size."""
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, seed=0, logprobs=3, prompt_logprobs=1)
-    alone = [logprobs(engine, [prompt], params) for prompt in PROMPTS]
-    together = logprobs(engine, PROMPTS, params)
+    alone = [logprobs(engine, [prompt], params, adapter) for prompt in PROMPTS]
+    together = logprobs(engine, PROMPTS, params, adapter)
     assert [found for each in alone for found in each] == together
 
 
-def logprobs(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[tuple[Any, ...]]]:
+def logprobs(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams, adapter: str
+) -> list[list[tuple[Any, ...]]]:
     work = {str(i): (prompt, params) for i, prompt in enumerate(prompts)}
-    found = in_one_process(engine, work)
+    found = in_one_process(engine, work, adapter=adapter)
     return [[*each.choice(0).logprobs, *each.prompt_logprobs] for each in found.values()]
 
 
@@ -156,15 +163,34 @@ def test_over_gloo(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens(tiny_model("llama"), tensor_parallel_size=2) == tokens(tiny_model("llama"))
 
 
+class Entered:
+    """Rank 0's group, and whether it has been asked for a sum."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self.is_entered = threading.Event()
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.is_entered.set()
+        return self._group.sum(x)
+
+
 def test_a_killed_rank_is_noticed_at_once_and_named(engine: Engine) -> None:
-    """The last test with the module's engine."""
+    """In the middle of a step that waits for it. The last test with the module's engine."""
     (rank,) = ranks_of(engine)
-    rank.send_signal(signal.SIGKILL)
+    model = engine._runner._model  # type: ignore[attr-defined]
+    model._own.group = group = Entered(model._own.group)
+    rank.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(engine.generate, [[5, 6, 7]], GREEDY)
+        assert group.is_entered.wait(30)
+        rank.send_signal(signal.SIGKILL)
+        failed = step.exception(30)
     error = engine.death.exception(5)
     assert isinstance(error, EngineDied)
     assert str(error) == f"rank 1 (process {rank.pid}) has died: signal SIGKILL"
-    with pytest.raises(EngineDied, match="signal SIGKILL"):
-        engine.generate([[5, 6, 7]], GREEDY)
+    assert isinstance(failed, EngineDied)
+    assert str(failed) == str(error)
     engine.close()
     engine.close()
     assert not psutil.pid_exists(rank.pid)
