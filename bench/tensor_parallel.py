@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from bench.machine import describe
 from engine.engine import Engine
+from engine.parallel import meeting
 from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.shared_ranks import SharedRanks, make_memory
 from pagewire.config import EngineOptions
@@ -137,9 +138,16 @@ def main() -> None:
     print(f"hidden {hidden}, {layers} layers, {num_seqs} sequences, one thread a rank")
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory), hidden, layers)
-        for size in (1, arguments.size):
-            prefill, decode = measure(Path(directory), size, num_seqs, num_tokens)
-            print(f"tp{size}: prefill {prefill:8.0f} tokens/s, decode {decode:8.1f} tokens/s")
+        for size, over_gloo in ((1, False), (arguments.size, False), (arguments.size, True)):
+            can_share = meeting.can_share
+            if over_gloo:
+                meeting.can_share = lambda: False
+            try:
+                prefill, decode = measure(Path(directory), size, num_seqs, num_tokens)
+            finally:
+                meeting.can_share = can_share
+            how = " over gloo" if over_gloo else ""
+            print(f"tp{size}{how}: prefill {prefill:8.0f} tokens/s, decode {decode:8.1f} tokens/s")
 
 
 if __name__ == "__main__":
