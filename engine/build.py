@@ -11,6 +11,7 @@ import torch
 from engine.admission import SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
+from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
 from engine.memory import KV_FORMATS, KvLayout, KvMemory
 from engine.parallel.ranks import Ranks
@@ -98,7 +99,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         max_model_len=options.max_model_len,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kv_cache_memory_share=options.kv_cache_memory_share,
-        available_bytes=max(0, _free_bytes(kernels.device) - (0 if slots is None else slots.num_layer_bytes)),
+        available_bytes=max(0, _free_bytes(kernels.device) - _slot_bytes(slots, options)),
         groups=groups,
     )
     root = root_key(
@@ -126,7 +127,11 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         speculator = Speculator(speculative, drafter, draft.cost)
     elif speculative is not None:
         speculator = Speculator(speculative)
-    model = served.model if ranks is None else ranks.join(served.model, memory, config.vocab_size)
+    model = served.model
+    if ranks is not None:
+        model = shared = ranks.join(served.model, memory, config.vocab_size)
+        if slots is not None:
+            shared.share(slots)
     runner = ModelRunner(
         config,
         model,
@@ -142,9 +147,14 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
 
 
 def quantization_name(options: EngineOptions, config: ServedConfig) -> str:
-    """What the key's root says of the weights. Ranks make int8 scales of what each has of a row, so they differ."""
-    name = config.quantization_label or options.quantization
-    return name if name == "none" or options.tensor_parallel_size == 1 else f"{name}/tp{options.tensor_parallel_size}"
+    """What the key's root says of the weights.
+
+    Ranks make int8 scales of what each has of a row, so they differ; a checkpoint's are the same whoever has them.
+    """
+    size = options.tensor_parallel_size
+    if config.quantization_label or options.quantization == "none" or size == 1:
+        return config.quantization_label or options.quantization
+    return f"{options.quantization}/tp{size}"
 
 
 def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: bool) -> KvGroups:
@@ -187,6 +197,11 @@ def _make_sampler(kernels: str, vocab_size: int, contenders: Contenders | None) 
 
         return DeviceSampler(vocab_size)
     return Sampler(vocab_size, contenders)
+
+
+def _slot_bytes(slots: AdapterSlots | None, options: EngineOptions) -> int:
+    """Of all ranks: rank 0's part of a layer is no smaller than another's."""
+    return 0 if slots is None else slots.num_layer_bytes * options.tensor_parallel_size
 
 
 def _free_bytes(device: torch.device) -> int:

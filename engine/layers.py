@@ -12,7 +12,7 @@ from engine.kernel_set import ModelKernels
 from engine.lora.step import LoraStep
 from engine.memory import KvLayers
 from engine.model_config import ModelConfig
-from engine.parallel.group import RankGroup
+from engine.parallel.group import RankGroup, side_by_side
 from engine.rope import RopeConfig, inverse_frequencies, rotary_order
 from engine.weight_source import Projection, WeightSource
 from kernels.lora import Lora
@@ -78,7 +78,8 @@ class RmsNorm:
 class RowLinear:
     """A projection of which each rank has the columns that its own part of the input meets: the products are added up.
 
-    With one rank it is a plain projection.
+    With one rank it is a plain projection. Where a checkpoint's groups are of columns that lie apart (act-order), a
+    rank has groups instead, so it takes the whole input, which the ranks first put together.
     """
 
     def __init__(
@@ -91,13 +92,17 @@ class RowLinear:
             self._bias = weights.take(f"{projection.names[0]}.bias", projection.num_outs)
             projection = replace(projection, bias=False)
         self.weight = weights.pack(projection)
+        self._takes_all = config.shard is not None and getattr(self.weight, "order", None) is not None
 
     def __call__(self, x: Tensor, step: StepContext, residual: Tensor | None = None) -> Tensor:
         """x Wᵀ + b + residual; over ranks it is summed in float32 and rounded once."""
         lora = step.lora(self._names)
         if step.group is None:
             return self._kernels.linear(x, self.weight, residual=residual, lora=lora)
-        y = step.group.sum(self._kernels.logits(x, self.weight, lora=lora))
+        part = self._kernels.logits(side_by_side(x, step.group) if self._takes_all else x, self.weight)
+        if lora is not None:
+            self._kernels.lora(part, x, lora)
+        y = step.group.sum(part)
         for more in (self._bias, residual):
             y = y if more is None else y + more
         return y.to(x.dtype)

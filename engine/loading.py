@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.kernel_set import ModelKernels
-from engine.lora.build import build_adapters
+from engine.lora.build import build_adapters, build_slots
 from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
 from engine.model_config import ModelConfig, ModelError
@@ -29,10 +29,11 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPart:
-    """`digest` is that of the whole model's weights."""
+    """`digest` is that of the whole model's weights; `slots` are None if adapters are not served."""
 
     model: Decoder
     digest: bytes
+    slots: AdapterSlots | None = None
 
 
 def load_served_model(options: EngineOptions, kernels: ModelKernels, progress: Progress | None) -> LoadedModel:
@@ -65,7 +66,8 @@ def load_part(options: EngineOptions, kernels: ModelKernels, rank: int) -> Loade
         raise ModelError(f"{config.path}: model_impl = transformers has no parts")
     digest = weights_digest(config.path)
     own = shard_config(config, rank, options.tensor_parallel_size)
-    return LoadedPart(load_model(own, kernels, digest=digest, packed_cache_bytes=options.packed_cache_bytes), digest)
+    model = load_model(own, kernels, digest=digest, packed_cache_bytes=options.packed_cache_bytes)
+    return LoadedPart(model, digest, build_slots(options, model) if options.enable_lora else None)
 
 
 def _check_triton(options: EngineOptions, config: ModelConfig | TransformersConfig) -> None:

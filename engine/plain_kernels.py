@@ -61,6 +61,8 @@ class PlainWeight:
     matrices: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
     integers: tuple[tuple[Tensor, Tensor], ...] = ()
+    order: Tensor | None = None
+    """Of a weight that takes some columns of a wider input: which. Its matrix is as wide, with zeros for the others."""
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +104,9 @@ class PlainKernels:
         self, *weights: GroupedMatrix, dtype: torch.dtype, biases: Sequence[Tensor] = (), gated: bool = False
     ) -> PlainWeight:
         """What a checkpoint has quantized, as what it stands for, rounded to `dtype`."""
-        return PlainWeight(tuple(weight.dequantized().to(dtype) for weight in weights), tuple(biases))
+        order = None if weights[0].num_inputs is None else weights[0].order
+        matrices = tuple(weight.dequantized().to(dtype) for weight in weights)
+        return PlainWeight(matrices, tuple(biases), order=order)
 
     def linear(
         self, x: Tensor, weight: PlainWeight, *, residual: Tensor | None = None, lora: Lora | None = None
@@ -143,6 +147,10 @@ class PlainKernels:
         if lora is not None:
             self._ops.lora(y, x, lora)
         return y
+
+    def lora(self, y: Tensor, x: Tensor, change: Lora) -> None:
+        """y[row] += (x[row] Aᵀ) Bᵀ for rows that have an adapter, in place. x [M, K], y [M, N], maybe in float32."""
+        self._ops.lora(y, x, change)
 
     def embedding(
         self, ids: Tensor, weight: PlainWeight, scale: float | None = None, *, lora: Lora | None = None

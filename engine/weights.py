@@ -18,6 +18,7 @@ from engine.cache_dir import default_cache_dir, write_cached
 from engine.expert_tensors import by_expert
 from engine.model_config import ModelError
 from engine.parallel.shard import Shard
+from engine.quantized.cut import cut_matrix
 from engine.quantized.stored import StoredFormat, StoredMatrix
 from engine.safetensors_file import MappedFiles, TensorEntry, find_tensors, read_header, write_tensors
 from engine.static_kv_scales import without_static_scales
@@ -90,7 +91,11 @@ class Weights:
         entries = self._quantized(name)
         tensors = {suffix: self._files.tensor(entry) for suffix, entry in entries.items()}
         try:
-            return self._quantization.read(StoredMatrix(tensors), *shape)
+            if self._shard is None:
+                return self._quantization.read(StoredMatrix(tensors), *shape)
+            cut = self._shard.cut(f"{name}.weight", shape)
+            rows, columns = cut.whole
+            return cut_matrix(self._quantization.read(StoredMatrix(tensors), rows, columns), cut, name)
         except ValueError as error:
             raise ModelError(f"{self._directory}: {self._full_name(name)}: {error}") from error
 

@@ -7,7 +7,7 @@ llama.cpp's K types have scales and offsets of two levels, which are products of
 without loss, and the oracle of the native kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -75,8 +75,22 @@ class KScales:
         )
 
     def rows(self, rows: slice) -> "KScales":
-        mins = (None if part is None else part[rows] for part in (self.upper_min, self.lower_min))
-        return KScales(self.upper[rows], self.lower[rows], *mins)
+        return self.each(lambda part: part[rows])
+
+    def columns(self, part: range) -> "KScales":
+        """Those of these columns of W, which are whole blocks of SUPER_BLOCK."""
+
+        def some(values: Tensor) -> Tensor:
+            width = values.shape[1] // self.upper.shape[1]
+            blocks = values.view(values.shape[0], -1, width)
+            return blocks[:, part.start // SUPER_BLOCK : part.stop // SUPER_BLOCK].flatten(1).contiguous()
+
+        return self.each(some)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "KScales":
+        """With every part changed."""
+        mins = (None if part is None else change(part) for part in (self.upper_min, self.lower_min))
+        return KScales(change(self.upper), change(self.lower), *mins)
 
 
 def _products(upper: Tensor, lower: Tensor) -> Tensor:
@@ -89,9 +103,9 @@ class GroupedMatrix:
     """W [N, K] as stored. Groups are of neighbours among the columns as `order` puts them.
 
     `numbers` are int8 [N, K] within `RANGES` or float8_e4m3fn without NaN, `scales` and `offsets` float32 [N, G],
-    G = ceil(K / group_size). `order`: int64 [K], the column of W that each stored one is, or None for the same.
-    `levels`: what scales and offsets are made of, if they have two levels. Raises ValueError for parts that don't fit
-    together.
+    G = ceil(K / group_size). `order`: int64 [K], the column of W that each stored one is, or None for the same. With
+    `num_inputs` W has so many columns, of which these are some (the others are zero here). `levels`: what scales and
+    offsets are made of, if they have two levels. Raises ValueError for parts that don't fit together.
     """
 
     kind: Numbers
@@ -100,6 +114,7 @@ class GroupedMatrix:
     group_size: int
     offsets: Tensor | None = None
     order: Tensor | None = None
+    num_inputs: int | None = None
     levels: KScales | None = None
 
     @staticmethod
@@ -134,14 +149,15 @@ class GroupedMatrix:
         return self.numbers.shape
 
     def dequantized(self) -> Tensor:
-        """float32 [N, K], its columns in W's order; product and sum are rounded each."""
+        """float32 [N, K or num_inputs], its columns in W's order; product and sum are rounded each."""
         columns = self.numbers.shape[1]
         weight = self.numbers.float() * self._by_column(self.scales, columns)
         if self.offsets is not None:
             weight += self._by_column(self.offsets, columns)
         if self.order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, self.order, weight)
+        whole = weight.new_zeros(weight.shape[0], self.num_inputs or columns)
+        return whole.index_copy_(1, self.order, weight)
 
     def split(self, sizes: Sequence[int]) -> list["GroupedMatrix"]:
         """So many rows each, one below the other, as torch's `split`."""

@@ -196,8 +196,6 @@ class EngineOptions(Frozen):
                 "tensor_parallel_size is"
             )
         size = self.tensor_parallel_size
-        if size > 1 and self.enable_lora:
-            raise ValueError(f"enable_lora with tensor_parallel_size = {size}: adapters can't be shared out yet")
         if size > 1 and self.device != "cpu":
             raise ValueError(f"tensor_parallel_size = {size} on device = {self.device} is not supported yet")
         return self

@@ -9,15 +9,19 @@ from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore, parse_lora_modules
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.parallel.adapters import whole_projections
 from pagewire.config import EngineOptions
 
 logger = logging.getLogger(__name__)
 
 
 def build_adapters(options: EngineOptions, config: ModelConfig, model: Decoder) -> tuple[AdapterStore, AdapterSlots]:
-    """Raises AdapterError: what `lora_modules` names at start must be there and fit."""
-    projections = model.adaptable
-    slots = AdapterSlots(projections, config.dtype, max_loras=options.max_loras, max_rank=options.max_lora_rank)
+    """Raises AdapterError: what `lora_modules` names at start must be there and fit.
+
+    The store has whole adapters, with `config` the whole model's; the slots are of what `model` has of it.
+    """
+    slots = build_slots(options, model)
+    projections = whole_projections(model.adaptable, model.config.shard)
     store = AdapterStore(
         config,
         modules_of(projections),
@@ -31,3 +35,10 @@ def build_adapters(options: EngineOptions, config: ModelConfig, model: Decoder) 
         loaded = store.load(name, path, 0, below_root=False)
         logger.info("adapter %s: rank %d, %d KiB", name, loaded.rank, loaded.num_bytes >> 10)
     return store, slots
+
+
+def build_slots(options: EngineOptions, model: Decoder) -> AdapterSlots:
+    """Those for what `model`, maybe a rank's part, has of each adapter."""
+    return AdapterSlots(
+        model.adaptable, model.config.dtype, max_loras=options.max_loras, max_rank=options.max_lora_rank
+    )

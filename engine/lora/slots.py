@@ -2,15 +2,25 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
+from engine.errors import EngineDied
 from engine.lora.adapter import Adapter
 from engine.lora.errors import AdapterLoadFailed
 from engine.lora.step import LoraStep, SlottedStack
 from engine.request import AdapterId
 from engine.weight_source import Projection
 from kernels.lora import LoraRows, LoraStack
+
+
+class OtherSlots(Protocol):
+    """Those of the other ranks, if the model is shared out."""
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Puts each rank's part into its slot, this one's too. Raises, with the slot empty everywhere, if one can't."""
+        ...
 
 
 class AdapterSlots:
@@ -21,6 +31,7 @@ class AdapterSlots:
         self.num_loads = 0
         self.on_change: Callable[[frozenset[bytes]], None] = lambda resident: None
         """Called with the keys of the adapters that are on the device, when those change."""
+        self.others: OtherSlots | None = None
         self._dtype = dtype
         self._max_rank = max_rank
         self._projections = {name: projection for projection in projections for name in projection.names}
@@ -60,7 +71,23 @@ class AdapterSlots:
     def step(self, slots: Sequence[int]) -> LoraStep | None:
         """The step of rows with these slots, negative for none; None if no row has one."""
         rows = LoraRows.build(slots)
-        return None if rows is None else LoraStep(self._stacks, rows)
+        return None if rows is None else LoraStep(self._stacks, rows, tuple(slots))
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """The adapter's matrices, of the shapes that the projections have here. If it raises, the slot is empty."""
+        self.clear(slot)
+        try:
+            stacks = {name: self._stack(self._projections[name]) for name in adapter.modules}
+            self._write(slot, adapter, stacks)
+        except BaseException:
+            self.clear(slot)  # half of an adapter must not stay for the next one
+            raise
+
+    def clear(self, slot: int) -> None:
+        """The slot changes nothing any more."""
+        for names, used in self._used.items():
+            used.discard(slot)
+            self._stacks[names].stack.ranks[slot] = 0
 
     def _free_slot(self, wanted: Mapping[bytes, AdapterId]) -> int:
         if len(self._resident) < self.max_loras:
@@ -68,21 +95,15 @@ class AdapterSlots:
         oldest = next(key for key in self._resident if key not in wanted)
         return self._resident.pop(oldest)
 
-    def _clear(self, slot: int) -> None:
-        for names, used in self._used.items():
-            used.discard(slot)
-            self._stacks[names].stack.ranks[slot] = 0
-
     def _load(self, slot: int, adapter: AdapterId) -> None:
         if not isinstance(adapter.weights, Adapter):
             raise ValueError(f"adapter {adapter.name!r} comes without its weights")
         self.num_loads += 1
-        self._clear(slot)
         try:
-            stacks = {name: self._stack(self._projections[name]) for name in adapter.weights.modules}
-            self._write(slot, adapter.weights, stacks)
+            (self.put if self.others is None else self.others.put)(slot, adapter.weights)
+        except EngineDied:
+            raise
         except Exception as error:
-            self._clear(slot)  # half of an adapter must not stay for the next one
             message = f"adapter {adapter.name!r} can't be put on the device: {type(error).__name__}: {error}"
             raise AdapterLoadFailed(adapter.key, message) from error
 

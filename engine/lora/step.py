@@ -20,6 +20,8 @@ class LoraStep:
 
     stacks: Mapping[tuple[str, ...], SlottedStack]
     rows: LoraRows
+    slots: tuple[int, ...]
+    """Of each row, negative for none: what `rows` is made of."""
 
     def of(self, names: tuple[str, ...]) -> Lora | None:
         """What the batch's adapters add to the projection made of the matrices `names`; None if nothing."""

@@ -107,12 +107,12 @@ class Decoder:
         """Compute the batch's tokens and store their keys and values. input_ids, positions [T] -> [T, hidden]."""
         config, group = self.config, self.group
         step = StepContext.build(config, self.kernels, batch, positions, memory, adapters, group)
+        lora = step.lora(EMBEDDING)
         if group is None or config.shard is None:
-            lora = step.lora(EMBEDDING)
             x = self.kernels.embedding(input_ids, self.embedding, config.embedding_scale, lora=lora)
         else:
             token_ids = config.shard.vocabulary
-            x = embed(self.kernels, self.embedding, input_ids, token_ids, config.embedding_scale, group)
+            x = embed(self.kernels, self.embedding, input_ids, token_ids, config.embedding_scale, group, lora)
         for block in self.blocks:
             x = block(x, step)
         return x

@@ -47,9 +47,4 @@ def check_parallel(options: EngineOptions) -> None:
             f"{config.path}: tensor_parallel_size = {size} is not supported with latent attention "
             f"({config.architecture}): all its heads read one latent, which can't be cut by heads yet"
         )
-    if config.quantization is not None:
-        raise ModelError(
-            f"{config.path}: tensor_parallel_size = {size} is not supported with quantized checkpoints "
-            f"({config.quantization_label}): their groups of columns can't be cut yet"
-        )
     shard_config(config, 0, size)

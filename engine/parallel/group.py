@@ -4,6 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+STEP_SECONDS = 300.0
+"""A rank that is silent for so long in the middle of a step is given up."""
+
 
 class RankGroup(Protocol):
     """All ranks call the same methods in the same order, with tensors of one shape."""
@@ -15,3 +18,12 @@ class RankGroup(Protocol):
     def gather(self, x: Tensor) -> Tensor | None:
         """The ranks' x, [ranks, *x.shape], on rank 0; None on the others."""
         ...
+
+    def gather_all(self, x: Tensor) -> Tensor:
+        """The same on all ranks."""
+        ...
+
+
+def side_by_side(x: Tensor, group: RankGroup) -> Tensor:
+    """Each rank's columns one after another, on all ranks. [T, K] -> [T, ranks · K]."""
+    return group.gather_all(x).transpose(0, 1).flatten(1)

@@ -2,7 +2,8 @@
 
 rank 0 ── Load ──► rank        the rank loads its part of the model
 rank 0 ◄─ Loaded | Failed ──   and says so, or why it can't
-rank 0 ── Join ──►             with the pool's descriptor beside it
+rank 0 ── Join ──►             with the descriptors of the pool and of shared memory beside it
+rank 0 ── PutAdapter ──►       before the first step that needs it; then the ranks agree in their group
 rank 0 ── Forward, Logits ──►  each step; then the ranks meet in their group
 rank 0 ◄─ Failed ──            a rank that can't go on says why and exits
 rank 0 ── Stop ──►
@@ -16,12 +17,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.lora.adapter import Adapter, LoraMatrices
+from engine.lora.step import LoraStep
 from engine.memory import KvLayout
-from kernels.paged import PagedBatch
+from engine.parallel.tables import BatchChanges
 from kvstore.kv_groups import KvGroups
 
 
@@ -51,7 +55,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The pool has `num_blocks` blocks of the whole model's `layout`; the ranks meet at the file `meeting`."""
+    """The pool has `num_blocks` blocks of the whole model's `layout`; the ranks meet at the file `meeting`.
+
+    Or, if that is "", in the shared memory whose descriptor comes after the pool's.
+    """
 
     num_blocks: int
     layout: KvLayout
@@ -60,77 +67,75 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
-    """A PagedBatch's fields, tensors as arrays: those are pickled in a tenth of the time."""
+class Values:
+    """A tensor of any type, as bytes."""
 
-    cu_seqlens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    block_tables: NDArray[Any]
-    slot_blocks: NDArray[Any]
-    slot_offsets: NDArray[Any]
-    block_size: int
-    others: "tuple[Tables, ...]"
+    data: NDArray[Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
     @staticmethod
-    def of(batch: PagedBatch) -> "Tables":
-        return Tables(
-            batch.cu_seqlens,
-            batch.kv_lens,
-            batch.block_tables.numpy(),
-            batch.slot_blocks.numpy(),
-            batch.slot_offsets.numpy(),
-            batch.block_size,
-            tuple(map(Tables.of, batch.others)),
-        )
+    def of(tensor: Tensor) -> "Values":
+        data = tensor.contiguous().view(torch.uint8).numpy()
+        return Values(data, tuple(tensor.shape), tensor.dtype)
 
     @property
-    def batch(self) -> PagedBatch:
-        return PagedBatch(
-            self.cu_seqlens,
-            self.kv_lens,
-            torch.from_numpy(self.block_tables),
-            torch.from_numpy(self.slot_blocks),
-            torch.from_numpy(self.slot_offsets),
-            self.block_size,
-            tuple(other.batch for other in self.others),
-        )
+    def tensor(self) -> Tensor:
+        return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """`input_ids`, `positions` [T] and where their sequences' KV is."""
+    """`input_ids`, `positions` [T] and where their sequences' KV is; `slots`: each token's adapter, if any has one."""
 
     input_ids: NDArray[Any]
     positions: NDArray[Any]
-    tables: Tables
+    changes: BatchChanges
+    slots: NDArray[Any] | None = None
 
     @staticmethod
-    def of(input_ids: Tensor, positions: Tensor, batch: PagedBatch) -> "Forward":
-        return Forward(input_ids.numpy(), positions.numpy(), Tables.of(batch))
-
-    @property
-    def batch(self) -> PagedBatch:
-        return self.tables.batch
+    def of(input_ids: Tensor, positions: Tensor, changes: BatchChanges, adapters: LoraStep | None = None) -> "Forward":
+        return Forward(input_ids.numpy(), positions.numpy(), changes, _slots(adapters))
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Rows of the last forward's result, as bytes, [num_rows, hidden] of the compute dtype."""
+    """Rows of the last forward's result, [num_rows, hidden] of the compute dtype, and their adapters' slots."""
 
-    hidden: bytes
-    num_rows: int
+    hidden: Values
+    slots: NDArray[Any] | None = None
 
     @staticmethod
-    def of(hidden: Tensor) -> "Logits":
-        return Logits(hidden.contiguous().view(torch.uint8).numpy().tobytes(), hidden.shape[0])
+    def of(hidden: Tensor, adapters: LoraStep | None = None) -> "Logits":
+        return Logits(Values.of(hidden), _slots(adapters))
 
-    def rows(self, dtype: torch.dtype) -> Tensor:
-        return torch.frombuffer(bytearray(self.hidden), dtype=dtype).view(self.num_rows, -1)
+
+@dataclass(frozen=True, slots=True)
+class PutAdapter:
+    """A rank's part of an adapter is to lie in `slot`; then the ranks agree on whether all could do it."""
+
+    slot: int
+    digest: bytes
+    modules: Mapping[str, tuple[Values, Values]]
+
+    @staticmethod
+    def of(slot: int, part: Adapter) -> "PutAdapter":
+        modules = {name: (Values.of(each.a), Values.of(each.b)) for name, each in part.modules.items()}
+        return PutAdapter(slot, part.digest, modules)
+
+    @property
+    def adapter(self) -> Adapter:
+        modules = {name: LoraMatrices(a.tensor, b.tensor) for name, (a, b) in self.modules.items()}
+        return Adapter(self.digest, max(each.rank for each in modules.values()), modules)
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
     """There are no more steps."""
+
+
+def _slots(adapters: LoraStep | None) -> NDArray[Any] | None:
+    return None if adapters is None else np.array(adapters.slots, np.int16)
 
 
 def encode(message: object) -> bytes:

@@ -7,12 +7,15 @@ from torch import Tensor
 
 from engine.errors import EngineDied
 from engine.kernel_set import ModelKernels
+from engine.lora.slots import AdapterSlots
 from engine.lora.step import LoraStep
 from engine.memory import KvMemory
 from engine.models.decoder import Decoder
+from engine.parallel.adapters import SharedSlots
 from engine.parallel.group import RankGroup
 from engine.parallel.heads import KvHeads
 from engine.parallel.messages import Forward, Logits
+from engine.parallel.tables import TablesSender
 from engine.parallel.vocabulary import gather_logits
 from engine.weight_source import Projection
 from kernels.paged import PagedBatch
@@ -25,6 +28,10 @@ class OtherRanks(Protocol):
 
     def tell(self, message: object) -> None:
         """Sends it to each. Raises EngineDied if one has ended."""
+        ...
+
+    def tell_each(self, message: Callable[[int], object]) -> None:
+        """The same with a message for each rank."""
         ...
 
     def lost(self, error: Exception) -> EngineDied:
@@ -40,9 +47,11 @@ class ParallelModel:
             raise ValueError("a model that is not shared out needs no other ranks")
         own.group = group
         self._own = own
+        self._shard = own.config.shard
+        self._tables = TablesSender()
         self._heads = heads
         self._vocab_size = vocab_size
-        self._width = own.config.shard.most_token_ids
+        self._width = self._shard.most_token_ids
         self._group = group
         self._others = others
 
@@ -61,8 +70,12 @@ class ParallelModel:
 
     @property
     def adaptable(self) -> tuple[Projection, ...]:
-        """Adapters are refused."""
-        return ()
+        """Of rank 0's part."""
+        return self._own.adaptable
+
+    def share(self, slots: AdapterSlots) -> None:
+        """What is put into these slots, rank 0's, is from now on put on the other ranks too."""
+        slots.others = SharedSlots(slots, self._shard, self._group, self._others)
 
     def forward(
         self,
@@ -73,15 +86,15 @@ class ParallelModel:
         adapters: LoraStep | None = None,
     ) -> Tensor:
         """As the model's; `memory` is what all ranks have in common, of which each sees its heads."""
-        self._others.tell(Forward.of(input_ids, positions, batch))
-        return self._together(lambda: self._own.forward(input_ids, positions, batch, self._heads))
+        self._others.tell(Forward.of(input_ids, positions, self._tables.changes(batch), adapters))
+        return self._together(lambda: self._own.forward(input_ids, positions, batch, self._heads, adapters))
 
     def logits(self, hidden: Tensor, adapters: LoraStep | None = None) -> Tensor:
         """As the model's."""
-        self._others.tell(Logits.of(hidden))
+        self._others.tell(Logits.of(hidden, adapters))
 
         def compute() -> Tensor:
-            whole = gather_logits(self._own.logits(hidden), self._width, self._vocab_size, self._group)
+            whole = gather_logits(self._own.logits(hidden, adapters), self._width, self._vocab_size, self._group)
             if whole is None:
                 raise ValueError("rank 0 gathers the logits")
             return whole

@@ -8,11 +8,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from engine.parallel.group import STEP_SECONDS
+
 dist: Any = torch.distributed
 """Untyped: its types lack half of what is used here."""
-
-STEP_SECONDS = 300.0
-"""A rank that is silent for so long in the middle of a step is given up."""
 
 
 class ProcessRanks:
@@ -28,14 +27,18 @@ class ProcessRanks:
         self.sum(torch.zeros(1))  # until then others may still read the file, which goes next
 
     def sum(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._group.allgather([parts], [x]).wait()
+        parts = self.gather_all(x)
         # Not allreduce: its order of additions depends on how it cuts the tensor, so on the batch.
         total = parts[0]
         for part in parts[1:]:
             total += part
         return total
+
+    def gather_all(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+        self._group.allgather([list(parts.unbind())], [x]).wait()
+        return parts
 
     def gather(self, x: Tensor) -> Tensor | None:
         x = x.contiguous()

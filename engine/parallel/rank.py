@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.errors import EngineError
-from engine.parallel.messages import Failed, Forward, Join, Load, Loaded, Logits, Stop, decode, send
+from engine.parallel.messages import Failed, Forward, Join, Load, Loaded, Logits, PutAdapter, Stop, decode, send
 
 INHERITED = "PAGEWIRE_RANK_SOCKET"
 """In a rank's environment: `descriptor:rank`."""
@@ -65,6 +65,8 @@ def _serve(connection: "Connection[Any, Any]", rank: int) -> None:
             part.forward(message)
         elif isinstance(message, Logits):
             part.logits(message)
+        elif isinstance(message, PutAdapter):
+            part.put(message)
         elif isinstance(message, Stop):
             return
         else:
@@ -72,7 +74,7 @@ def _serve(connection: "Connection[Any, Any]", rank: int) -> None:
 
 
 def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]") -> None:
-    """Joining comes with the descriptor that is sent beside it. A message that can't be read ends the process too:
+    """Joining comes with the descriptors that are sent beside it. A message that can't be read ends the process too:
     without this thread it would wait for the next one for ever.
     """
     try:
@@ -82,7 +84,7 @@ def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]"
             except (EOFError, OSError):
                 os._exit(0)  # rank 0 has ended
             message = decode(data)
-            messages.put((message, _receive_descriptor(connection)) if isinstance(message, Join) else message)
+            messages.put((message, _receive_descriptors(connection)) if isinstance(message, Join) else message)
             if isinstance(message, Stop):
                 return
     except Exception as error:
@@ -90,10 +92,11 @@ def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]"
         _give_up(connection, _unexpected(error))
 
 
-def _receive_descriptor(connection: "Connection[Any, Any]") -> int:
+def _receive_descriptors(connection: "Connection[Any, Any]") -> list[int]:
+    """At most two."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        _, descriptors, _, _ = socket.recv_fds(own, 1, 1)
-    return descriptors[0]
+        _, descriptors, _, _ = socket.recv_fds(own, 1, 2)
+    return list(descriptors)
 
 
 def _set_up_log(rank: int, level: int) -> None:

@@ -3,24 +3,23 @@
 import logging
 import socket
 import struct
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineDied
 from engine.memory import KvMemory
 from engine.model_config import ModelError
 from engine.models.decoder import Decoder, Model
+from engine.parallel.group import STEP_SECONDS, RankGroup
 from engine.parallel.heads import KvHeads
 from engine.parallel.launch import Launcher, RankProcess
+from engine.parallel.meeting import meeting
 from engine.parallel.messages import Failed, Join, Load, Loaded, Stop, encode, receive, send
 from engine.parallel.model import ParallelModel
-from engine.parallel.process_ranks import STEP_SECONDS, ProcessRanks
 from pagewire.config import EngineOptions
 
 START_SECONDS = 120.0
@@ -46,6 +45,9 @@ class Ranks:
         self._pids: dict[int, int] = {}
         self._digests: dict[int, bytes] = {}
         self._has_joined = False
+        self._backend = options.distributed_executor_backend
+        self._give_up: Callable[[], None] = lambda: None
+        """Ends what rank 0 waits for in the ranks' group."""
         self._lock = threading.Lock()
         """Over `_is_closing` with what is begun unless it is set, and over `_death` with `_on_death`."""
         self._is_closing = False
@@ -96,41 +98,52 @@ class Ranks:
 
     def join(self, model: Model, memory: KvMemory, vocab_size: int) -> ParallelModel:
         """The whole model, once all have loaded. Raises EngineDied if one dies."""
-        if memory.fd is None or not isinstance(model, Decoder) or model.config.shard is None:
-            raise ValueError("ranks share a model's shards and a pool in a memfd")
-        with tempfile.TemporaryDirectory(prefix="pagewire-ranks-") as directory:
-            meeting = Path(directory) / "meeting"
-            message = Join(memory.num_blocks, memory.layout, memory.groups, str(meeting))
-            for rank, connection in self._connections.items():
-                self._invite(rank, connection, message, memory.fd)
-            self._has_joined = True
-            self._run("ranks-watch", self._watch)
-            try:
-                group = ProcessRanks(meeting, 0, self._size)
-            except Exception as error:
-                raise self.lost(error) from error
-        logger.info(
-            "tensor parallelism: %d ranks, the others are processes %s", self._size, sorted(self._pids.values())
-        )
+        if not isinstance(model, Decoder) or model.config.shard is None:
+            raise ValueError("ranks share a model's shards")
+        group = self._meet(memory)
+        logger.info("tensor parallelism: %d ranks, others are processes %s", self._size, sorted(self._pids.values()))
         heads = KvHeads(memory.blocks, memory.layout, memory.groups, model.config.shard.kv_heads)
         return ParallelModel(model, heads, vocab_size, group, self)
 
-    def _invite(self, rank: int, connection: "Connection[Any, Any]", message: Join, pool: int) -> None:
+    def _meet(self, memory: KvMemory) -> RankGroup:
+        """A rank that dies meanwhile is noticed at once."""
+        if memory.fd is None:
+            raise ValueError("ranks share a pool in a memfd")
+        with meeting(self._backend, self._size) as place:
+            message = Join(memory.num_blocks, memory.layout, memory.groups, place.file)
+            for rank, connection in self._connections.items():
+                self._invite(rank, connection, message, [memory.fd, *place.descriptors])
+            self._has_joined = True
+            self._give_up = place.give_up
+            self._run("ranks-watch", self._watch)
+            try:
+                return place.group()
+            except Exception as error:
+                raise self.lost(error) from error
+
+    def _invite(self, rank: int, connection: "Connection[Any, Any]", message: Join, descriptors: Sequence[int]) -> None:
         try:
             send(connection, message)
             with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own:
-                socket.send_fds(own, [b"\0"], [pool])
+                socket.send_fds(own, [b"\0"], descriptors)
         except OSError:
             raise EngineDied(self._why(rank)) from None
 
     def tell(self, message: object) -> None:
         """Sends it to each. Raises EngineDied, also if one reads nothing for STEP_SECONDS."""
+        data = encode(message)
+        self._send(lambda rank: data)
+
+    def tell_each(self, message: Callable[[int], object]) -> None:
+        """The same with a message for each rank."""
+        self._send(lambda rank: encode(message(rank)))
+
+    def _send(self, data: Callable[[int], bytes]) -> None:
         if self._death is not None:
             raise self._death
-        data = encode(message)
         for rank, connection in self._connections.items():
             try:
-                connection.send_bytes(data)
+                connection.send_bytes(data(rank))
             except BlockingIOError:
                 raise self.lost(TimeoutError(f"rank {rank} has read nothing for {STEP_SECONDS:g} s")) from None
             except OSError as error:
@@ -157,6 +170,7 @@ class Ranks:
         logger.error("a step over %d ranks does not end; they are killed", self._size)
         for process in list(self._processes.values()):
             process.kill()
+        self._give_up()
 
     def close(self) -> None:
         """Ends all of them. Idempotent."""
@@ -256,6 +270,7 @@ class Ranks:
             return
         death, on_death = self._die(reason)
         self._died.set()
+        self._give_up()
         logger.critical("%s; a model on %d ranks can't go on without it", reason, self._size)
         if on_death is not None:
             on_death(death)

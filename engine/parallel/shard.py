@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _ROWS = frozenset({"q_proj", "gate_proj", "up_proj"})
+_KV = frozenset({"k_proj", "v_proj"})
 _COLUMNS = frozenset({"o_proj", "down_proj"})
 _VOCABULARY = frozenset({"embed_tokens", "lm_head"})
 
@@ -77,7 +78,7 @@ class Shard:
         rows, rest = shape[0], shape[1:]
         if module in _ROWS:
             return Cut((rows * self.size, *rest), 0, (_part(rows * self.size, self.rank, self.size),))
-        if module in ("k_proj", "v_proj"):
+        if module in _KV:
             return Cut((self.num_kv_heads * self.head_dim, *rest), 0, (self._kv_rows(),))
         if module == "qkv_proj":
             sizes = ((rows - 2 * len(self._kv_rows())) * self.size, *[self.num_kv_heads * self.head_dim] * 2)
@@ -91,6 +92,19 @@ class Shard:
         if module in _VOCABULARY:
             return Cut((self.vocab_size, *rest), 0, (self.vocabulary,))
         return Cut(shape)
+
+    def rows(self, name: str, total: int) -> range:
+        """Which of the `total` rows of the module `name`, whole and not fused, this rank has."""
+        module = name.rpartition(".")[2]
+        if module in _ROWS:
+            return _part(total, self.rank, self.size)
+        if module in _KV:
+            return self._kv_rows()
+        return self.vocabulary if module in _VOCABULARY else range(total)
+
+    def columns(self, name: str, total: int) -> range:
+        """Which of its `total` columns."""
+        return _part(total, self.rank, self.size) if name.rpartition(".")[2] in _COLUMNS else range(total)
 
     def _kv_rows(self) -> range:
         heads = self.kv_heads

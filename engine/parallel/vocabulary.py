@@ -7,17 +7,24 @@ from torch import Tensor
 
 from engine.kernel_set import ModelKernels
 from engine.parallel.group import RankGroup
+from kernels.lora import Lora
 
 
 def embed(
-    kernels: ModelKernels, weight: Any, ids: Tensor, token_ids: range, scale: float | None, group: RankGroup
+    kernels: ModelKernels,
+    weight: Any,
+    ids: Tensor,
+    token_ids: range,
+    scale: float | None,
+    group: RankGroup,
+    lora: Lora | None = None,
 ) -> Tensor:
-    """Rows of the whole embedding; `token_ids` are those whose rows `weight` has. ids [T] -> [T, H].
+    """Rows of the whole embedding; `token_ids` are those whose rows `weight`, and `lora`, have. ids [T] -> [T, H].
 
     One rank has each row and the others add zeros, so the sum is the row itself.
     """
     own = (ids >= token_ids.start) & (ids < token_ids.stop)
-    rows = kernels.embedding((ids - token_ids.start).where(own, 0), weight, scale)
+    rows = kernels.embedding((ids - token_ids.start).where(own, 0), weight, scale, lora=lora)
     return group.sum(rows.float().masked_fill_(~own[:, None], 0.0)).to(rows.dtype)
 
 

@@ -328,6 +328,8 @@ class NativeKernels:
     def _linear(
         self, x: Tensor, weight: NativeWeight, residual: Tensor | None, activation: int, out_type: torch.dtype
     ) -> Tensor:
+        if isinstance(weight, PackedGroups) and weight.order is not None:
+            x = x.index_select(1, weight.order)
         if x.dtype != weight.dtype or x.shape[1] != weight.num_in or weight.gated != bool(activation):
             raise ValueError(
                 f"{x.dtype} rows of {x.shape[1]} don't fit a {'gated ' if weight.gated else ''}weight of "
@@ -336,8 +338,6 @@ class NativeKernels:
         out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
         if not len(out):
             return out
-        if isinstance(weight, PackedGroups) and weight.order is not None:
-            x = x.index_select(1, weight.order)
         rows = x if x.stride(1) == 1 else x.contiguous()
         if residual is not None and residual.stride(1) != 1:
             residual = residual.contiguous()

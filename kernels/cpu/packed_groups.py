@@ -29,8 +29,8 @@ _UNIT = 32
 class PackedGroups:
     """W [num_out, num_in], or gate and up [num_out, num_in] each, for input of `dtype`.
 
-    `order`: the column of the input that each column of the packed weight takes; None: its own. `group_size` is in
-    columns; one group for a whole row covers the padding too.
+    `order`: the column of the input, which may have more of them, that each column of the packed weight takes; None:
+    its own. `group_size` is in columns; one group for a whole row covers the padding too.
     """
 
     data: Tensor

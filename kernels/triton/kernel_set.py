@@ -146,6 +146,10 @@ class TritonKernels:
         _refuse(lora)
         return linear(x, weight.matrix, out_dtype=torch.float32)
 
+    def lora(self, y: Tensor, x: Tensor, change: Lora) -> None:
+        """Refused."""
+        _refuse(change)
+
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """`logits` of a plain matrix. x [M, K], W [E, K] -> [M, E]."""
         return linear(x, weight, out_dtype=torch.float32)

@@ -78,8 +78,6 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"int8", "w8a8"}): "weights have one form at a time",
     frozenset({"int8", "GPTQ"}): "weights have one form at a time",
     frozenset({"w8a8", "GPTQ"}): "weights have one form at a time",
-    frozenset({"TP 2", "LoRA"}): "adapters can't be shared out yet",
-    frozenset({"TP 2", "GPTQ"}): "the groups of quantized checkpoints can't be cut yet",
     frozenset({"int8 KV", "fp8 KV"}): "the cache has one form at a time",
 }
 """Pairs that cannot be, and why."""

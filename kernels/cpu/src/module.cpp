@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "bandwidth.h"
+#include "exchange.h"
 #include "isa.h"
 #include "pack.h"
 #include "pool.h"
@@ -361,6 +362,7 @@ void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num
 NB_MODULE(pagewire_kernels_cpu, m) {
   m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
   m.attr("ABI") = 7;
+  nb::set_leak_warnings(false);  // an engine may live until its process ends, and its exchange with it
   m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
   m.def("use", &use, "pick the instruction set that the ops run on");
   m.def("configure", [](int num_threads, std::vector<int> cpus, int64_t spin_ns) {
@@ -387,4 +389,14 @@ NB_MODULE(pagewire_kernels_cpu, m) {
   m.def("combine", &combine, unlocked);
   m.def("gumbel", &gumbel, unlocked);
   m.attr("GUMBEL_ROOM") = GUMBEL_ROOM;
+  nb::class_<Exchange>(m, "Exchange", "parts of ranks in shared memory at an address, see exchange.h")
+      .def("__init__", [](Exchange* self, Address memory, int64_t capacity, int rank, int size, int64_t spin_ns, int64_t timeout_ms) {
+        new (self) Exchange(at(memory), capacity, rank, size, spin_ns, timeout_ms);
+      })
+      .def_static("bytes", &Exchange::bytes)
+      .def("sum", [](Exchange& self, Address own, Address total, int64_t count) { self.sum(at<float>(own), at<float>(total), count); },
+           unlocked)
+      .def("gather", [](Exchange& self, Address own, Address all, int64_t num_bytes) { self.gather(at<char>(own), at<char>(all), num_bytes); },
+           unlocked)
+      .def("give_up", &Exchange::give_up, unlocked);
 }

@@ -18,7 +18,7 @@ from engine.errors import EngineDied
 from engine.model_config import ModelError
 from engine.parallel import named_socket, rank, ranks
 from engine.parallel.launch import Arrival, ChildProcesses
-from engine.parallel.messages import Failed, Load, Loaded, receive, send
+from engine.parallel.messages import Failed, Join, Load, Loaded, receive, send
 from engine.parallel.named_socket import RankListener, connect_rank
 from engine.parallel.ranks import Ranks
 from pagewire.config import engine_options
@@ -83,7 +83,7 @@ def loaded(launcher: Scripted, digest: bytes = DIGEST) -> None:
 def join(others: Ranks) -> None:
     """As far as the ranks can come: they meet nobody."""
     for number, connection in others._connections.items():
-        others._invite(number, connection, MESSAGE, 0)  # type: ignore[arg-type]
+        others._invite(number, connection, MESSAGE, [0])  # type: ignore[arg-type]
 
 
 def test_a_rank_that_does_not_load_in_time_is_named(
@@ -167,6 +167,38 @@ def test_a_death_before_anybody_asks_is_told_at_once(others: Ranks, launcher: Sc
     told: list[BaseException] = []
     others.on_death = told.append
     assert [str(error) for error in told] == ["rank 1 (process 4711) has died: exit code 1"]
+
+
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_a_rank_that_dies_before_it_meets_the_others_ends_the_meeting(
+    others: Ranks, launcher: Scripted, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """In shared memory, where there is the extension for it, and over gloo, which would wait for it for minutes."""
+    invited, over = threading.Event(), threading.Event()
+
+    def meet(file: Path, rank: int, size: int) -> None:
+        over.wait(60.0)
+
+    monkeypatch.setattr("engine.parallel.process_ranks.ProcessRanks", meet)
+    others._backend = backend
+    loaded(launcher)
+    others.wait_loaded(DIGEST)
+
+    def die() -> None:
+        (peer,) = launcher.peers
+        assert isinstance(receive(peer), Join)
+        invited.set()
+        peer.close()
+
+    thread = threading.Thread(target=die)
+    thread.start()
+    memory = SimpleNamespace(fd=os.memfd_create("pool"), num_blocks=1, layout=None, groups=None)
+    with pytest.raises(EngineDied, match=r"rank 1 \(process 4711\) has died: exit code 1"):
+        others._meet(memory)  # type: ignore[arg-type]
+    assert invited.is_set()
+    over.set()
+    thread.join()
+    os.close(memory.fd)
 
 
 def test_closing_goes_on_to_the_end(others: Ranks, launcher: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,27 @@
 """An engine on two ranks: the tokens of one, on every kernel set, and nothing of it left when it ends or dies."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from torch import Tensor
 
 from engine.engine import Engine
 from engine.errors import EngineDied
 from engine.model_config import ModelError, load_model_config
 from engine.parallel.config import check_parallel, shard_config
+from engine.parallel.group import RankGroup
 from kernels import cpu
 from pagewire.config import ConfigError, EngineOptions, engine_options
 from pagewire.sampling import SamplingParams
 from tests.decode_svc.harness import make_engine
 from tests.matrix.system import in_one_process
+from tests.tiny_adapters import ALL, make_adapter
 
 Tiny = Callable[..., Path]
 PROMPTS = [[(31 * i + 7 * j) % 290 + 5 for j in range(n)] for i, n in enumerate((3, 16, 37))]
@@ -28,6 +33,25 @@ def ranks_of(engine: Engine) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in sorted(engine._ranks._pids.values())] if engine._ranks else []
 
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "ends": {"targets": ("embed_tokens", "lm_head", "o_proj", "k_proj"), "rank": 3},
+    "some": {"targets": ("down_proj", "up_proj"), "rank_pattern": {"layers.1.mlp.up_proj": 7}},
+}
+"""More than there are slots."""
+MIXED = ["all", "", "ends", "some", "all", "ends"]
+
+
+@pytest.fixture(scope="module")
+def lora(tiny_model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options of an engine with all of ADAPTERS."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, (name, fields) in enumerate(ADAPTERS.items()):
+        make_adapter(tiny_model("llama"), root / name, seed=seed, **fields)
+    modules = tuple(f"{name}={root / name}" for name in ADAPTERS)
+    return {"enable_lora": True, "max_loras": 2, "lora_modules": modules, "lora_root": root}
+
+
 def tokens(model: Path, **options: Any) -> list[list[list[int]]]:
     engine = make_engine(model, **options)
     try:
@@ -37,8 +61,8 @@ def tokens(model: Path, **options: Any) -> list[list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Tiny) -> Iterator[Engine]:
-    engine = make_engine(tiny_model("llama"), tensor_parallel_size=2)
+def engine(tiny_model: Tiny, lora: dict[str, Any]) -> Iterator[Engine]:
+    engine = make_engine(tiny_model("llama"), tensor_parallel_size=2, **lora)
     yield engine
     engine.close()
 
@@ -56,18 +80,52 @@ def test_the_tokens_are_those_of_one_process(engine: Engine, tiny_model: Tiny) -
     engine.scheduler.check_integrity()
 
 
-def test_a_row_depends_on_itself_alone(engine: Engine) -> None:
+@pytest.mark.parametrize("adapter", ["", "all"])
+def test_a_row_depends_on_itself_alone(engine: Engine, adapter: str) -> None:
     """Bit for bit: alone, in a batch, and in chunks of another size."""
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, seed=0, logprobs=3, prompt_logprobs=1)
-    alone = [logprobs(engine, [prompt], params) for prompt in PROMPTS]
-    together = logprobs(engine, PROMPTS, params)
+    alone = [logprobs(engine, [prompt], params, adapter) for prompt in PROMPTS]
+    together = logprobs(engine, PROMPTS, params, adapter)
     assert [found for each in alone for found in each] == together
 
 
-def logprobs(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[tuple[Any, ...]]]:
+def logprobs(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams, adapter: str
+) -> list[list[tuple[Any, ...]]]:
     work = {str(i): (prompt, params) for i, prompt in enumerate(prompts)}
-    found = in_one_process(engine, work)
+    found = in_one_process(engine, work, adapter=adapter)
     return [[*each.choice(0).logprobs, *each.prompt_logprobs] for each in found.values()]
+
+
+def test_adapters_give_what_they_give_in_one_process(
+    engine: Engine, tiny_model: Tiny, lora: dict[str, Any], tmp_path: Path
+) -> None:
+    """Several in a batch, more of them than slots, then another one of a known name, and one less."""
+    prompts = [[*PROMPTS[i % 3], 40 + i] for i in range(len(MIXED))]
+    alone = make_engine(tiny_model("llama"), **lora)
+    try:
+        assert alone.adapters is not None
+        assert engine.adapters is not None
+        wanted = alone.generate(prompts, GREEDY, MIXED)
+        assert engine.generate(prompts, GREEDY, MIXED) == wanted
+        assert engine.generate(prompts[2:3], GREEDY, ["ends"]) == wanted[2:3]
+        base = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
+        assert [one == other for one, other in zip(base, wanted, strict=True)] == [not name for name in MIXED]
+        make_adapter(tiny_model("llama"), lora["lora_root"] / "new", seed=9, targets=ALL)
+        for each in (alone, engine):
+            assert each.adapters is not None
+            each.adapters.load("all", Path("new"), 1)
+            each.adapters.unload("some")
+            assert [(found.id.name, found.id.generation) for found in each.adapters.loaded()] == [
+                ("all", 1),
+                ("ends", 0),
+            ]
+        assert engine.find_adapter("all").key == alone.find_adapter("all").key
+        renewed = alone.generate(prompts[:1], GREEDY, ["all"])
+        assert engine.generate(prompts[:1], GREEDY, ["all"]) == renewed != wanted[:1]
+    finally:
+        alone.close()
+    engine.scheduler.check_integrity()
 
 
 def test_each_rank_has_its_share_of_the_weights(engine: Engine, tiny_model: Tiny) -> None:
@@ -98,15 +156,41 @@ def test_every_family(tiny_model: Tiny, family: str, config: dict[str, Any], siz
     assert tokens(model, kernels=kernels, tensor_parallel_size=size) == tokens(model, kernels=kernels)
 
 
+@pytest.mark.nightly
+def test_over_gloo(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no native extension, and with Ray."""
+    monkeypatch.setattr("engine.parallel.meeting.can_share", lambda: False)
+    assert tokens(tiny_model("llama"), tensor_parallel_size=2) == tokens(tiny_model("llama"))
+
+
+class Entered:
+    """Rank 0's group, and whether it has been asked for a sum."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self.is_entered = threading.Event()
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.is_entered.set()
+        return self._group.sum(x)
+
+
 def test_a_killed_rank_is_noticed_at_once_and_named(engine: Engine) -> None:
-    """The last test with the module's engine."""
+    """In the middle of a step that waits for it. The last test with the module's engine."""
     (rank,) = ranks_of(engine)
-    rank.send_signal(signal.SIGKILL)
+    model = engine._runner._model  # type: ignore[attr-defined]
+    model._own.group = group = Entered(model._own.group)
+    rank.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(engine.generate, [[5, 6, 7]], GREEDY)
+        assert group.is_entered.wait(30)
+        rank.send_signal(signal.SIGKILL)
+        failed = step.exception(30)
     error = engine.death.exception(5)
     assert isinstance(error, EngineDied)
     assert str(error) == f"rank 1 (process {rank.pid}) has died: signal SIGKILL"
-    with pytest.raises(EngineDied, match="signal SIGKILL"):
-        engine.generate([[5, 6, 7]], GREEDY)
+    assert isinstance(failed, EngineDied)
+    assert str(failed) == str(error)
     engine.close()
     engine.close()
     assert not psutil.pid_exists(rank.pid)
@@ -126,8 +210,6 @@ def test_what_can_not_be_shared_out_is_refused_by_name(tiny_model: Tiny) -> None
         check_parallel(options(model, model_impl="transformers"))
     with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: pipeline parallelism is not supported yet"):
         options(model, pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="enable_lora with tensor_parallel_size = 2"):
-        options(model, enable_lora=True)
     with pytest.raises(ConfigError, match="tensor_parallel_size = 2 on device = cuda"):
         options(model, device="cuda")
 
