@@ -111,12 +111,15 @@ class RedisIndex:
     async def lookup_direct(
         self, keys: Sequence[bytes], worker_ids: Sequence[str] | None = None
     ) -> dict[str, int] | None:
-        """`lookup`, of the device, answered by Redis in one round trip; None if it did not answer within the budget."""
+        """`lookup`, of the device, answered by Redis in one round trip; None if it did not answer within the budget.
+
+        Redis begins with what the view says, and searches where that is wrong.
+        """
         redis = self._follower.redis if self._follower is not None else None
         if redis is None or self._root is None:
             return None
         ids = list(self.workers() if worker_ids is None else worker_ids)
-        return await self._direct.lookup(redis, RedisKeys(self._root), keys, ids)
+        return await self._direct.lookup(redis, RedisKeys(self._root), keys, ids, self.lookup(keys, ids))
 
     async def start(self) -> None:
         if self._task is None:
