@@ -7,11 +7,13 @@
 Prompts have 512 blocks: 128 that a customer's prompts share, the rest a conversation's own. Each worker holds whole
 conversations and the beginnings of others. Layouts on the same server, holding the same blocks:
 
-    set per worker   pagewire's: a set of block keys a worker, bisected on the server by a script
+    set per worker   pagewire's: a set of block keys a worker, searched on the server by a script, which begins where
+                     the router's view says; with an empty view it bisects
     hash per block   a hash of holders a block; 512 pipelined HKEYS, walked by the client
     Lua walk         the same hashes, walked on the server from the first block until nobody is left
 
 `mixed` looks up such prompts, `cold` ones that nobody has, `ragged` the worst case: every worker has another depth.
+An event of n blocks stores n and removes n, as a full worker's do. "of CPU": per second of the router's own.
 """
 
 import argparse
@@ -38,6 +40,7 @@ from kvstore.index_view import IndexView
 from kvstore.memory_index import MemoryIndex
 from kvstore.redis_index import RedisIndex
 from kvstore.redis_keys import BlockEvent, RedisKeys
+from kvstore.redis_lookup import DirectLookup
 from kvstore.registry import WorkerRecord
 
 PROMPT_BLOCKS, SHARED_BLOCKS = 512, 128
@@ -106,6 +109,12 @@ class World:
         return cls(worker_ids, {name: list(keys) for name, keys in own.items()}, prompts)
 
 
+def _seq(index: RedisIndex, worker_id: str) -> int:
+    """How far into the worker's events the router is."""
+    position = index.position(worker_id)
+    return -1 if position is None else position[2]
+
+
 def _chain(length: int) -> list[bytes]:
     return [os.urandom(16) for _ in range(length)]
 
@@ -149,15 +158,26 @@ class Bench:
         tracemalloc.stop()
         yield self.point("memory", "bytes per block held", size / self.world.num_blocks, 0, "B")
         del held
-        for kind in self.world.prompts:
-            seconds = []
-            for prompt in self.lookups(kind):
+        yield from self.memory_lookups(index)
+
+    def memory_lookups(self, index: MemoryIndex) -> Iterator[Point]:
+        """`ragged` again (the depths that the last lookup found), one worker further each time, and never seen."""
+        kinds = [(kind, "") for kind in self.world.prompts] + [("ragged", ", one moved"), ("ragged", ", first time")]
+        for kind, how in kinds:
+            seconds: list[float] = []
+            for number, prompt in enumerate(self.lookups(kind)):
                 keys = fresh(prompt)
+                worker_id = self.world.worker_ids[number % len(self.world.worker_ids)]
+                if how == ", one moved":
+                    depth = index.lookup(keys)[worker_id]
+                    index.store(worker_id, keys[depth : depth + 1])
+                elif how == ", first time":
+                    index.forget_chains()
                 start = time.perf_counter()
                 index.lookup(keys)
                 seconds.append(time.perf_counter() - start)
             p50, p99 = percentiles(seconds)
-            yield self.point("memory", f"lookup {kind}", 1e6 * p50, 1e6 * p99, "us")
+            yield self.point("memory", f"lookup {kind}{how}", 1e6 * p50, 1e6 * p99, "us")
 
     def lookups(self, kind: str) -> Iterator[list[bytes]]:
         prompts = self.world.prompts[kind]
@@ -210,6 +230,12 @@ class Bench:
         await index.quiesce(300)
         points.append(self.point("set per worker", "router start", time.perf_counter() - start, 0, "s"))
         points += await self.timed("set per worker", index.lookup_direct)
+        direct, nothing = DirectLookup(10.0), dict[str, int]()
+
+        async def blind(prompt: Sequence[bytes]) -> dict[str, int] | None:
+            return await direct.lookup(client, self.names, prompt, self.world.worker_ids, nothing)
+
+        points += await self.timed("set per worker, empty view", blind)
         points += await self.events(index, client)
         await index.stop()
         return points
@@ -244,19 +270,21 @@ class Bench:
                 for worker_id, seq in self.seqs.items():
                     pipe.hset(self.names.worker(worker_id), "seq", seq)
                 await pipe.execute()
-            start, reads = time.perf_counter(), index.num_reads
+            clocks = (time.perf_counter, time.process_time)  # the server is another process
+            started, reads = [now() for now in clocks], index.num_reads
             async with asyncio.timeout(60):
-                while any(record.seq < self.seqs[each] for each, record in index.workers().items()):  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
+                while any(_seq(index, each) < seq for each, seq in self.seqs.items()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
             name = f"events of {blocks_per_event} into a router"
-            rate = num_blocks / (time.perf_counter() - start)
+            rates = [num_blocks / (now() - then) for now, then in zip(clocks, started, strict=True)]
             assert index.num_reads == reads, "an event was lost"
-            points.append(self.point("set per worker", name, rate, 0, "blocks/s"))
+            points.append(self.point("set per worker", name, rates[0], 0, "blocks/s"))
+            points.append(self.point("set per worker", f"{name}, of CPU", rates[1], 0, "blocks/s"))
         return points
 
     def some_events(self, num_events: int, size: int, index: RedisIndex) -> Iterator[BlockEvent]:
         """As steps bring them: every worker in turn stores some blocks and, being full, evicts as many."""
-        self.seqs = {worker_id: record.seq for worker_id, record in index.workers().items()}
+        self.seqs = {worker_id: _seq(index, worker_id) for worker_id in index.workers()}
         last: dict[str, list[bytes]] = {}
         for number in range(num_events):
             worker_id = self.world.worker_ids[number % len(self.world.worker_ids)]
@@ -321,7 +349,7 @@ async def measure(
             server.stop()
         for each in here:
             tail = f"{each.p99:>12.1f}" if each.p99 else f"{'':>12}"
-            row = f"{each.workers:>7}{each.blocks:>9}  {each.layout:<16}{each.what:<30}{each.p50:>12.1f}{tail}"
+            row = f"{each.workers:>7}{each.blocks:>9}  {each.layout:<27}{each.what:<36}{each.p50:>12.1f}{tail}"
             print(f"{row} {each.unit}", flush=True)
         points += here
     return points
@@ -336,7 +364,7 @@ def main() -> None:
     options = parser.parse_args()
     machine = describe()
     print(", ".join(f"{name} {value}" for name, value in machine.items()) + f", server {options.server}")
-    print(f"{'workers':>7}{'blocks':>9}  {'layout':<16}{'what':<30}{'p50 or rate':>12}{'p99':>12}")
+    print(f"{'workers':>7}{'blocks':>9}  {'layout':<27}{'what':<36}{'p50 or rate':>12}{'p99':>12}")
     size = (20_000, 400, 0.4) if options.quick else (1_000_000, 4000, 5.0)
     points = asyncio.run(measure(options.workers, *size, options.server))
     if options.out:

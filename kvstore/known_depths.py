@@ -1,4 +1,4 @@
-"""Where a chain's holders ended when it was last looked up: guesses, which the next lookup checks instead of searching."""
+"""Where a chain's holders ended when it was last looked up: guesses that the next lookup checks before it searches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

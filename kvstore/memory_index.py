@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from itertools import repeat
 from operator import or_
@@ -140,6 +139,10 @@ class MemoryIndex:
                 bits ^= bit
         return depths
 
+    def forget_chains(self) -> None:
+        """Lookups begin anew, without what the last ones found; nothing else changes."""
+        self._known = KnownDepths()
+
     async def start(self) -> None:
         """Nothing to follow."""
 
@@ -171,10 +174,6 @@ class MemoryIndex:
             self._owned ^= bit
             del self._blocks[worker_id]
             del self._records[worker_id]
-
-    def advance(self, worker_id: str, generation: int, seq: int) -> None:
-        """Notes how far into the worker's history the view is."""
-        self._records[worker_id] = replace(self._records[worker_id], generation=generation, seq=seq)
 
     def store(self, worker_id: str, keys: Iterable[bytes]) -> None:
         """The worker now holds these 16-byte keys too."""

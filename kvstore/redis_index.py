@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from kvstore.background import end_tasks, until_first_ends, within
 from kvstore.index import IndexState
-from kvstore.index_view import IndexView
+from kvstore.index_view import IndexView, Position
 from kvstore.redis_connection import CONNECTION_ERRORS, RedisTarget, close, describe, result
 from kvstore.redis_follower import IndexFollower
 from kvstore.redis_keys import MODELS, RedisKeys
@@ -91,6 +91,10 @@ class RedisIndex:
 
     def workers(self) -> Mapping[str, WorkerRecord]:
         return self._view.memory.workers()
+
+    def position(self, worker_id: str) -> Position | None:
+        """How far into the worker's history the view is; None if it is not registered."""
+        return self._view.position(worker_id)
 
     def blocks(self, worker_id: str) -> frozenset[bytes]:
         """The index keys that the worker holds, as far as known."""
