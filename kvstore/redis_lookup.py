@@ -73,10 +73,11 @@ class DirectLookup:
             return None
         if not worker_ids or not keys:
             return dict.fromkeys(worker_ids, 0)
-        arguments: list[Any] = [*map(names.worker, worker_ids), names.blocks_prefix]
+        hash_prefix = names.worker("")
+        arguments: list[Any] = [*(hash_prefix + worker_id for worker_id in worker_ids), names.blocks_prefix]
         expected = [min(guesses.get(worker_id, 0), len(keys)) for worker_id in worker_ids]
         arguments += [b"".join(index_keys(keys)), struct.pack(f"<{len(expected)}I", *expected)]
-        arguments.append(len(names.worker("").encode()) + 1)
+        arguments.append(len(hash_prefix.encode()) + 1)
         try:
             depths = await within(self._timeout, self._run(redis, len(worker_ids), arguments))
         except CONNECTION_ERRORS as error:
