@@ -86,17 +86,17 @@ class MemoryIndex:
             if (answer := known.answer(masks, len(keys), asked)) is not None:
                 return answer
             groups, ranges = known.narrow(masks, len(keys), first)
-        is_new = bool(ranges)
+        num_certain, is_certain = len(groups), not ranges
         self._search(keys, ranges, groups)
         if wanted != first:
             groups.append((0, wanted ^ first))
         depths = self._depths(worker_ids, groups)
         if wanted.bit_count() != len(depths):
             depths |= dict.fromkeys(depths.keys() - self._bits.keys(), 0)
-        if known is None or is_new:
-            self._known.learn(self._holders, keys, groups, asked, depths)
+        if known is not None and is_certain:
+            known.keep(masks, len(keys), asked, depths)
         else:
-            known.refresh(masks, len(keys), asked, depths)
+            self._known.learn(keys, groups, num_certain)
         return depths
 
     def lookup_lower(
