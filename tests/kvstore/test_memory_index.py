@@ -101,6 +101,15 @@ def test_bits_that_changed_hands_make_the_known_void() -> None:
         assert not index._garbage
 
 
+def test_a_longer_prompt_is_looked_up_beyond_what_is_known() -> None:
+    index, prompt = MemoryIndex(), [key[:16] for key in chain(12)]
+    for depth in (2, 4, 6, 8, 12):
+        index.register(record(f"w{depth}"), prompt[:depth])
+    for length in (8, 12, 8, 5):
+        expected = {f"w{depth}": min(depth, length) for depth in (2, 4, 6, 8, 12)}
+        assert [index.lookup(prompt[:length]) for _ in range(3)] == 3 * [expected]
+
+
 def test_known_chains_are_bounded() -> None:
     index = MemoryIndex()
     for number in range(8):
