@@ -65,7 +65,9 @@ class KnownChain:
                     groups.append((low, lost))
                 else:
                     ranges.append((low, high, lost))
-        if bits:
+        if bits and indices[-1] + 1 == num_keys:
+            groups.append((num_keys, bits))
+        elif bits:
             ranges.append((indices[-1] + 1, num_keys, bits))
         return groups, ranges
 
