@@ -10,11 +10,14 @@ import torch
 
 from engine.admission import SchedulerConfig
 from engine.draft.drafter import Drafter
+from engine.draft_costs import DraftCosts
 from engine.kv_cache import KvCache
 from engine.lora.store import AdapterStore
 from engine.memory import KV_FORMATS, KvLayout, KvMemory
 from engine.parallel.ranks import Ranks
 from engine.parallel.start import share_of_threads, start_ranks
+from engine.permitted_drafts import PermittedDrafts
+from engine.prompt_lookup import NgramProposer
 from engine.sample import SampledToken
 from engine.sampler import RowSampler, Sampler
 from engine.scheduler import Scheduler
@@ -56,6 +59,7 @@ class EngineParts:
     tiers: KvTiers | None = None
     drafter: Drafter | None = None
     ranks: Ranks | None = None
+    costs: DraftCosts | None = None
 
 
 def build_parts(options: EngineOptions, progress: Progress | None = None) -> EngineParts:
@@ -127,13 +131,24 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         drafter = draft.start(size.num_blocks, pool.generations, speculative, config)
         speculator = Speculator(speculative, drafter, draft.cost)
     elif speculative is not None:
-        speculator = Speculator(speculative)
+        lookup = NgramProposer(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+        speculator = Speculator(speculative, PermittedDrafts(lookup, config.vocab_size))
     model = served.model if ranks is None else ranks.join(served.model, memory, config.vocab_size)
     runner = ModelRunner(config, model, memory, _make_sampler(kernels.NAME, config.vocab_size), slots)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
     return EngineParts(
-        config, memory, kv_cache, scheduler, runner, runner.numerics_class, served.adapters, tiers, drafter, ranks
+        config,
+        memory,
+        kv_cache,
+        scheduler,
+        runner,
+        runner.numerics_class,
+        served.adapters,
+        tiers,
+        drafter,
+        ranks,
+        None if speculator is None else speculator.costs,
     )
 
 
