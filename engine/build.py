@@ -18,12 +18,14 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.start import share_of_threads, start_ranks
 from engine.permitted_drafts import PermittedDrafts
 from engine.prompt_lookup import NgramProposer
+from engine.recent_texts import RecentTexts
 from engine.sample import SampledToken
 from engine.sampler import RowSampler, Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Schedule
 from engine.sizing import available_memory, size_pool
 from engine.speculation import Speculator
+from engine.suffix_proposer import SuffixProposer
 from engine.tiers.build import build_tiers
 from engine.tiers.kv_tiers import KvTiers
 from engine.transformers_config import ServedConfig
@@ -131,8 +133,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         drafter = draft.start(size.num_blocks, pool.generations, speculative, config)
         speculator = Speculator(speculative, drafter, draft.cost)
     elif speculative is not None:
-        lookup = NgramProposer(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
-        speculator = Speculator(speculative, PermittedDrafts(lookup, config.vocab_size))
+        speculator = _look_up(speculative, config.vocab_size)
     model = served.model if ranks is None else ranks.join(served.model, memory, config.vocab_size)
     runner = ModelRunner(config, model, memory, _make_sampler(kernels.NAME, config.vocab_size), slots)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
@@ -150,6 +151,15 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         ranks,
         None if speculator is None else speculator.costs,
     )
+
+
+def _look_up(config: SpeculativeConfig, vocab_size: int) -> Speculator:
+    """Drafts out of texts."""
+    if config.method == "suffix":
+        suffix = SuffixProposer(config.prompt_lookup_min, RecentTexts(config.max_cached_tokens))
+        return Speculator(config, PermittedDrafts(suffix, vocab_size), on_end=suffix.ended)
+    lookup = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    return Speculator(config, PermittedDrafts(lookup, vocab_size))
 
 
 def quantization_name(options: EngineOptions, config: ServedConfig) -> str:

@@ -46,10 +46,10 @@ class DraftTrial:
             count += 1
         return count
 
-    def judge(self, *, pays: bool, step: int, pause: int) -> None:
-        """After `learn`: a pause where drafts do not pay, twice as long each time."""
+    def judge(self, *, pays: bool, step: int, pause: int, doubles: bool) -> None:
+        """After `learn`: a pause where drafts do not pay; if it `doubles`, twice as long each time."""
         if pays:
             self.num_failures = 0
             return
-        self.resume_at = step + pause * 2 ** min(self.num_failures, _LONGEST_BACK_OFF)
+        self.resume_at = step + pause * 2 ** (min(self.num_failures, _LONGEST_BACK_OFF) * doubles)
         self.num_failures += 1

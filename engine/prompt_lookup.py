@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.sequence import Sequence
 from engine.speculation import Allowance, record_of
@@ -28,14 +27,18 @@ class NgramProposer:
 
     def propose(self, sequence: Sequence, allowance: Allowance) -> tuple[int, ...]:
         """See `engine.speculation.Proposer`."""
-        tokens = record_of(sequence).follow(sequence.token_ids)
-        match = self._find(tokens)
+        return self.continue_from(sequence, self.find(sequence), allowance)
+
+    def continue_from(self, sequence: Sequence, match: Match | None, allowance: Allowance) -> tuple[int, ...]:
+        """The drafts of a match, which `find` gave."""
         if match is None or match.length < self._shortest:
             return ()
+        tokens = record_of(sequence).follow(sequence.token_ids)
         period = len(tokens) - match.start
         return tuple(int(tokens[match.start + i % period]) for i in range(allowance(match.length, 0)))
 
-    def _find(self, tokens: NDArray[np.int64]) -> Match | None:
+    def find(self, sequence: Sequence) -> Match | None:
+        tokens = record_of(sequence).follow(sequence.token_ids)
         last = len(tokens) - 1
         ends = np.flatnonzero(tokens[:last] == tokens[last])
         length = 1

@@ -423,6 +423,8 @@ class Scheduler:
         return branches
 
     def _end(self, sequence: Sequence) -> None:
+        if self._speculator is not None:
+            self._speculator.ended(sequence)
         self._tables.free(sequence)
         self._queues.remove(sequence)
 

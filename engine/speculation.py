@@ -5,6 +5,7 @@ same noise; a draft is accepted if and only if it equals that token. A guess can
 Deciding is pure: no clock, no device.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,7 +25,7 @@ _HOPE = 0.6  # share of a kind's drafts that come true, before any was seen
 _HOPE_WEIGHT, _USUAL_WEIGHT = 1.0, 2.0
 _KEPT, _USUAL_KEPT = 0.7, 0.95
 _FIRST_SLOTS = 256
-_PROBING = 0.01  # share of all steps that goes into trying again what did not pay
+_PROBING = 0.015  # share of all steps that goes into trying again what did not pay
 _FIRST_CREDIT, _MOST_CREDIT = 8.0, 50.0  # steps
 
 Allowance = Callable[[int, int], int]
@@ -74,11 +75,19 @@ class Speculator:
 
     A draft that comes true with likelihood p and costs c (in steps of its sequence) pays if p > c; c is measured
     (`costs`), p estimated for each sequence and kind, from what is usual on. Where it does not pay, the sequence pauses
-    and later risks one draft. All such risks together take no more than a hundredth of the steps.
+    and later risks one draft. All such risks together take no more than 1.5 % of the steps.
     """
 
-    def __init__(self, config: SpeculativeConfig, proposer: Proposer, cost: float = 0.0) -> None:
-        """`cost` of making a draft, relative to the model's own token, until it was measured."""
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        proposer: Proposer,
+        cost: float = 0.0,
+        on_end: Callable[[Sequence], None] = lambda sequence: None,
+    ) -> None:
+        """`cost` of making a draft, relative to the model's own token, until it was measured; `on_end`: see `ended`."""
+        self.ended = on_end
+        """To be called with a sequence that has ended, for whatever reason."""
         self.config = config
         self.costs = DraftCosts(cost)
         self._proposer = proposer
@@ -104,7 +113,11 @@ class Speculator:
         trial = self._trial(record, record.kind)
         trial.learn(num_drafted, num_accepted)
         self._usual_trial(record.kind).learn(num_drafted, num_accepted)
-        trial.judge(pays=trial.share >= record.cost, step=record.num_steps, pause=self.config.pause_steps)
+        is_measured = self.config.least_acceptance is None
+        # What is cheap is tried again soon: a text that begins to repeat itself should not wait.
+        pause = math.ceil(record.cost / _PROBING) if is_measured else self.config.pause_steps
+        pays = trial.share >= record.cost
+        trial.judge(pays=pays, step=record.num_steps, pause=pause, doubles=not is_measured)
 
     def _num_worth(self, record: DraftRecord, kind: int, num_to_catch_up: int, num_running: int) -> int:
         trial, least = self._trial(record, kind), self.config.least_acceptance
