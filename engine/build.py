@@ -20,7 +20,7 @@ from engine.permitted_drafts import PermittedDrafts
 from engine.prompt_lookup import NgramProposer
 from engine.recent_texts import RecentTexts
 from engine.sample import SampledToken
-from engine.sampler import RowSampler, Sampler
+from engine.sampler import Contenders, RowSampler, Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Schedule
 from engine.sizing import available_memory, size_pool
@@ -135,7 +135,13 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     elif speculative is not None:
         speculator = _look_up(speculative, config.vocab_size)
     model = served.model if ranks is None else ranks.join(served.model, memory, config.vocab_size)
-    runner = ModelRunner(config, model, memory, _make_sampler(kernels.NAME, config.vocab_size), slots)
+    runner = ModelRunner(
+        config,
+        model,
+        memory,
+        _make_sampler(kernels.NAME, config.vocab_size, getattr(kernels, "contenders", None)),
+        slots,
+    )
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
     return EngineParts(
@@ -201,13 +207,13 @@ def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: boo
     return groups
 
 
-def _make_sampler(kernels: str, vocab_size: int) -> RowSampler:
+def _make_sampler(kernels: str, vocab_size: int, contenders: Contenders | None) -> RowSampler:
     """The one that draws where the logits are."""
     if kernels == "triton":
         from engine.device_sampler import DeviceSampler
 
         return DeviceSampler(vocab_size)
-    return Sampler(vocab_size)
+    return Sampler(vocab_size, contenders)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -37,11 +37,21 @@ class RowSampler(Protocol):
     def logprobs_of(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]: ...
 
 
+class Contenders(Protocol):
+    """Finds, quickly, the indexes of all that may win a draw, ascending; None if it can't tell few enough.
+
+    The native kernels' (kernels/cpu/gumbel.py). What they leave is decided here, so tokens are the same without it.
+    """
+
+    def __call__(self, logits: Row, token_ids: Ids | None, temperature: float, key: NoiseKey, /) -> Ids | None: ...
+
+
 class Sampler:
     """Draws tokens from logits. Has no state: the same row gives the same token, always."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, contenders: Contenders | None = None) -> None:
         self.vocab_size = vocab_size
+        self._contenders = contenders
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """One token per row from logits [R, V]; several rows may share a `logits_row`.
@@ -51,7 +61,7 @@ class Sampler:
         """
         table = logits.detach().to(device="cpu", dtype=torch.float32).numpy()
         with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked, row by row
-            return [sample_row(table[row.logits_row, : self.vocab_size], row) for row in rows]
+            return [sample_row(table[row.logits_row, : self.vocab_size], row, self._contenders) for row in rows]
 
     def logprobs_of(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """Those of `token_ids` [R], each by its row of logits [R, V]."""
@@ -60,7 +70,7 @@ class Sampler:
             return [token_logprobs(row, token_id, num_top) for row, token_id in zip(table, token_ids, strict=True)]
 
 
-def sample_row(raw: Row, row: SampleRow) -> SampledToken:
+def sample_row(raw: Row, row: SampleRow, contenders: Contenders | None = None) -> SampledToken:
     """Draws from one row of model logits [V]."""
     if row.error is not None:
         return SampledToken(-1, error=row.error, field=_blamed(row))
@@ -80,7 +90,8 @@ def sample_row(raw: Row, row: SampleRow) -> SampledToken:
         token_id = likeliest_id
     else:
         candidates = filter_candidates(logits, row.params)
-        token_id = draw(candidates, row.params.temperature, NoiseKey(row.seed, row.position, row.choice))
+        key = NoiseKey(row.seed, row.position, row.choice)
+        token_id = draw(candidates, row.params.temperature, key, contenders)
     wanted = row.params.logprobs
     if wanted is None:
         return SampledToken(token_id)
@@ -102,18 +113,25 @@ def _blamed(row: SampleRow) -> str:
     return "params.min_tokens" if row.suppressed_token_ids else "params.logit_bias"
 
 
-def draw(candidates: Candidates, temperature: float, key: NoiseKey) -> int:
-    """argmax over the candidates of logit / T + gumbel(key, token); among equals the lowest id.
+def draw(candidates: Candidates, temperature: float, key: NoiseKey, contenders: Contenders | None = None) -> int:
+    """argmax over the candidates of logit / T + gumbel(key, token); among equals the lowest id."""
+    index = None
+    if contenders is not None:
+        index = contenders(candidates.logits, candidates.ids, temperature, key)
+    if index is None:
+        index = bounded_contenders(candidates, temperature, key)
+    if len(index) == 1:
+        return int(candidates.token_ids(index)[0])
+    return int(candidates.token_ids(index)[_perturbed(candidates, index, temperature, key).argmax()])
 
-    Noise is bounded: a token whose logit is more than MAX_GUMBEL below the best score so far can't win, so its noise is
-    not computed. The result is the same as with the noise of every token.
-    """
+
+def bounded_contenders(candidates: Candidates, temperature: float, key: NoiseKey) -> Ids:
+    """What may win, by bounds alone: a token more than MAX_GUMBEL below the best score so far can't."""
     logits = candidates.logits
     first = np.flatnonzero(logits >= logits.max() - np.float32(_FIRST_DEPTH * temperature))[:_MOST_FIRST]
     best = float(_perturbed(candidates, first, temperature, key).max())
     floor = (best - philox.MAX_GUMBEL - _ROUNDING * max(1.0, abs(best))) * temperature
-    contenders = np.flatnonzero(logits >= np.nextafter(np.float32(floor), np.float32(-np.inf)))
-    return int(candidates.token_ids(contenders)[_perturbed(candidates, contenders, temperature, key).argmax()])
+    return np.flatnonzero(logits >= np.nextafter(np.float32(floor), np.float32(-np.inf)))
 
 
 def _perturbed(candidates: Candidates, index: Ids, temperature: float, key: NoiseKey) -> NDArray[np.float64]:

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import reference, tiled
-from kernels.cpu import packed
+from kernels.cpu import gumbel, packed
 from kernels.cpu.extension import Extension
 from kernels.cpu.lora import activate_strips, add_lora, as_strips
 from kernels.cpu.packed import DTYPES, PackedWeight
@@ -122,6 +124,16 @@ class NativeKernels:
         x [M, K], y [M, N] of x's dtype or float32.
         """
         add_lora(self._ops, y, x, change)
+
+    def contenders(
+        self,
+        logits: NDArray[np.float32],
+        token_ids: NDArray[np.int64] | None,
+        temperature: float,
+        key: tuple[int, int, int, int],
+    ) -> NDArray[np.int64] | None:
+        """Which of a row's tokens can win the draw; see `gumbel.contenders`."""
+        return gumbel.contenders(self._ops, logits, token_ids, temperature, key)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
         """y = x / sqrt(mean(x²) + eps) · w, or · (1 + w) with `unit_offset`, over the last dimension."""

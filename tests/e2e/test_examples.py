@@ -17,7 +17,7 @@ BIN = Path(sys.executable).parent
 
 def run(command: list[str], **extra: str) -> str:
     env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"} | extra
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,7 +48,7 @@ def check_modes(client: list[str], cluster: Cluster, expected: str) -> None:
     assert run(command) == expected + "\n"
 
     def fails(mode: str) -> tuple[str, list[str]]:
-        done = subprocess.run([*command, mode], capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run([*command, mode], capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 1, done.stdout + done.stderr
         return done.stdout, done.stderr.splitlines()
 

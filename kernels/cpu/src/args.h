@@ -167,3 +167,25 @@ struct GroupedEmbeddingArgs {
   const float* scales;
   const float* offsets;
 };
+
+// What one thread found in its part of a row: the best score, and who is near it (index into the candidates, score).
+constexpr int64_t GUMBEL_ROOM = 256;
+constexpr double GUMBEL_MARGIN = 1e-4;     // how near, in nats
+constexpr double GUMBEL_ROUNDING = 1e-15;  // and of the best score: float64's own rounding
+struct GumbelPart {
+  double best;
+  int64_t count;  // -1: more than there is room for
+  int64_t index[GUMBEL_ROOM];
+  double score[GUMBEL_ROOM];
+};
+
+// Candidates that can win argmax(logit / temperature + noise) (gumbel.h).
+struct GumbelArgs {
+  const float* logits;
+  const int64_t* ids;  // of the candidates, ascending; null: 0, 1, 2 …
+  int64_t count;
+  double temperature;
+  uint32_t key[2];
+  uint32_t position, choice, domain;
+  GumbelPart* parts;  // one for each thread
+};

@@ -30,6 +30,7 @@ struct OpsOfType {
 struct Kernels {
   OpsOfType float32;
   OpsOfType bfloat16;
+  Op<GumbelArgs> gumbel;
   const OpsOfType& of(int dtype) const { return dtype == BFLOAT16 ? bfloat16 : float32; }
 };
 

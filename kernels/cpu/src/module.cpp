@@ -45,6 +45,24 @@ void run(const Op<Args>& op, const Args& args, bool wide) {
       &call, op.scratch_bytes(args), wide);
 }
 
+// Joins what the threads found: a part's floor is below that of all, so what is near the best of all is in some part.
+int64_t gumbel_winners(const GumbelPart* parts, int num_parts, int64_t* found) {
+  double best = parts[0].best;
+  for (int part = 1; part < num_parts; ++part) best = parts[part].best > best ? parts[part].best : best;
+  const double floor = best - GUMBEL_MARGIN - GUMBEL_ROUNDING * (best < 0 ? -best : best);
+  int64_t count = 0;
+  for (int part = 0; part < num_parts; ++part) {
+    if (parts[part].best < floor) continue;
+    if (parts[part].count < 0) return -1;
+    for (int64_t i = 0; i < parts[part].count; ++i) {
+      if (parts[part].score[i] < floor) continue;
+      if (count == GUMBEL_ROOM) return -1;
+      found[count++] = parts[part].index[i];
+    }
+  }
+  return count;
+}
+
 std::vector<std::tuple<std::string, std::string, bool>> isas() {
   std::vector<std::tuple<std::string, std::string, bool>> all;
   for (const Isa& isa : built_isas()) all.emplace_back(isa.name, why_not(isa), isa.emulated);
@@ -254,6 +272,20 @@ void lora(int dtype, Address x, int64_t x_stride, Address y, int64_t y_stride, b
   run(ops(dtype).lora, args, num_blocks > 1 && num_rows * (k * num_parts + b_width) >= SMALL / 8);
 }
 
+// Indexes of the candidates that can win into `found` [GUMBEL_ROOM]; how many, or -1 if there are more.
+int64_t gumbel(Address logits, Address ids, int64_t count, double temperature, uint64_t seed, uint32_t position,
+               uint32_t choice, uint32_t domain, Address found) {
+  std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
+  if (!active) throw std::runtime_error("no instruction set is in use; call use() first");
+  const bool wide = count >= SMALL;
+  const int num_parts = wide ? Pool::instance().num_threads() : 1;
+  auto* parts = reinterpret_cast<GumbelPart*>(Pool::instance().shared(num_parts * (int64_t)sizeof(GumbelPart)));
+  const GumbelArgs args{at<float>(logits), at<int64_t>(ids), count,  temperature, {(uint32_t)seed, (uint32_t)(seed >> 32)},
+                        position,          choice,           domain, parts};
+  run(active->gumbel, args, wide);
+  return gumbel_winners(parts, num_parts, at<int64_t>(found));
+}
+
 void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num_rows, Address packed, int64_t depth_blocks,
           int64_t first_strip, int64_t strip_step) {
   pack_rows(at<char>(rows), row_stride_bytes, row_bytes, num_rows, at<char>(packed), depth_blocks, first_strip, strip_step);
@@ -263,7 +295,7 @@ void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num
 
 NB_MODULE(pagewire_kernels_cpu, m) {
   m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
-  m.attr("ABI") = 4;
+  m.attr("ABI") = 5;
   m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
   m.def("use", &use, "pick the instruction set that the ops run on");
   m.def("configure", [](int num_threads, std::vector<int> cpus, int64_t spin_ns) {
@@ -286,4 +318,6 @@ NB_MODULE(pagewire_kernels_cpu, m) {
   m.def("embedding", &embedding, unlocked);
   m.def("gated_strips", &gated_strips, unlocked);
   m.def("lora", &lora, unlocked);
+  m.def("gumbel", &gumbel, unlocked);
+  m.attr("GUMBEL_ROOM") = GUMBEL_ROOM;
 }
