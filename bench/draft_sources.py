@@ -2,8 +2,8 @@
 
     .venv/bin/python bench/draft_sources.py --tokenizer .cache/models/gemma-3-270m/tokenizer.json
 
-Texts are known in advance: the first third of each is the prompt, the rest what the model says. Drafts are always tried,
-in full number, so this says what there is to guess, and not what it costs.
+Texts are known in advance: the first third of each is the prompt, the rest what the model says. Drafts are always
+tried, in full number, so this says what there is to guess, and not what it costs.
 """
 
 import argparse
@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tokenizers import Tokenizer
 
@@ -26,6 +25,7 @@ from engine.speculation import Proposer
 from engine.suffix_proposer import SuffixProposer
 from pagewire.sampling import SamplingParams
 
+ROOT = Path(__file__).resolve().parents[1]
 _MOST_TOKENS, _LEAST_TOKENS = 900, 60
 
 
@@ -71,11 +71,8 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.tokenizer))
     sets = {"records": records(30)}
-    for name, pattern, count in (
-        ("router", "router/*.py", 25),
-        ("tests", "tests/engine/*.py", 20),
-        ("docs", "docs/*.md", 14),
-    ):
+    files = (("router", "router/*.py", 25), ("tests", "tests/engine/*.py", 20), ("docs", "docs/*.md", 14))
+    for name, pattern, count in files:
         sets[name] = [file.read_text() for file in sorted(ROOT.glob(pattern))[:count]]
     for name, texts in sets.items():
         encoded = [ids[:_MOST_TOKENS] for text in texts if len(ids := tokenizer.encode(text).ids) > _LEAST_TOKENS]
