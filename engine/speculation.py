@@ -26,7 +26,7 @@ _HOPE_WEIGHT, _USUAL_WEIGHT = 1.0, 2.0
 _KEPT, _USUAL_KEPT = 0.7, 0.95
 _FIRST_SLOTS = 256
 _PROBING = 0.015  # share of all steps that goes into trying again what did not pay
-_FIRST_CREDIT, _MOST_CREDIT = 8.0, 50.0  # steps
+_FIRST_CREDIT, _MOST_CREDIT = 2.0, 50.0  # steps
 
 Allowance = Callable[[int, int], int]
 """(kind, tokens of text to catch up on first) -> most drafts of this kind that are worth their cost now."""

@@ -112,14 +112,14 @@ def test_what_is_useless_takes_a_small_share_of_all_steps() -> None:
     for _ in range(100):
         num_drafts += sum(speculate(speculator, sequence([1]), 60, right=False))
         num_steps += 60
-    assert 20 < num_drafts * (0.5 + 0.05) < 0.015 * num_steps + 9
+    assert 20 < num_drafts * (0.5 + 0.05) < 0.015 * num_steps + 4
 
 
 def test_what_is_to_be_read_first_counts_as_cost() -> None:
     """Half of a token's time for 200 tokens' reading, at a twentieth each: as much as five steps."""
     speculator = Speculator(SpeculativeConfig(), Guesses(num_to_catch_up=200), cost=0.5)
     lengths = [sum(speculate(speculator, sequence([1]), 60, right=False)) for _ in range(30)]
-    assert lengths[0] == 2, "the first try, and one of the credit that there is at the start"
+    assert lengths[0] == 1, "the first try"
     assert 2 <= sum(lengths[1:]) <= 5
 
 
@@ -127,7 +127,7 @@ def test_kinds_are_judged_apart() -> None:
     guesses = Guesses(kind=2)
     speculator, seq = Speculator(SpeculativeConfig(), guesses), sequence([1])
     speculate(speculator, seq, 20, right=False)
-    assert sum(speculate(speculator, seq, 10, right=False)) <= 1
+    assert sum(speculate(speculator, seq, 10, right=False)) <= 3, "one draft at a time, at intervals"
     guesses.kind = 5
     assert speculate(speculator, seq, 6, right=True)[-1] == 4
     guesses.kind = 2

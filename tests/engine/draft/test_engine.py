@@ -109,6 +109,6 @@ def test_quantized_model_drafted_for_by_its_original(model: Path) -> None:
 
 
 def test_it_pauses_where_drafts_cost_more_than_they_bring(model: Path, stranger: Path) -> None:
-    """A draft as dear as the model itself is asked a few times, and then for a hundredth of the steps."""
+    """A draft as dear as the model itself is asked a few times at most."""
     _, num_drafted, num_accepted, _ = run_all(with_draft(options_of(model), stranger, least_acceptance=None))
-    assert 0 < num_drafted - num_accepted < 100
+    assert num_drafted - num_accepted < 40
