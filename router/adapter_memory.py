@@ -1,7 +1,7 @@
 """Which adapters were loaded at run time, from what workers tell, and who lacks them after a restart. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagewire.worker_view import AdapterLabel, AdapterView
 from router.cost import Process
@@ -28,6 +28,8 @@ class AdapterMemory:
         self._wanted: dict[str, AdapterView] = {}
         self._gone: dict[AdapterLabel, None] = {}
         self._had: dict[Process, frozenset[AdapterLabel]] = {}
+        self._paths: dict[tuple[str, AdapterLabel], str] = {}
+        """By worker id: a worker that starts anew has the same one."""
         self._seen: dict[Process, tuple[AdapterView, ...]] = {}
         self._settled: set[tuple[Process, AdapterLabel]] = set()
         self.labels: Mapping[str, AdapterLabel] = {}
@@ -45,7 +47,11 @@ class AdapterMemory:
         return {
             process: lacking
             for process in views
-            if (lacking := [view for view in self._wanted.values() if not self._has(process, view.label)])
+            if (
+                lacking := [
+                    self._as_it_was(process, v) for v in self._wanted.values() if not self._has(process, v.label)
+                ]
+            )
         }
 
     def settle(self, process: Process, label: AdapterLabel) -> None:
@@ -63,11 +69,16 @@ class AdapterMemory:
     def _has(self, process: Process, label: AdapterLabel) -> bool:
         return label in self._had[process] or (process, label) in self._settled
 
+    def _as_it_was(self, process: Process, view: AdapterView) -> AdapterView:
+        """With the path that this worker had it from: workers may have different roots."""
+        return replace(view, path=self._paths.get((process[0], view.label), view.path))
+
     def _note(self, views: dict[Process, tuple[AdapterView, ...]]) -> None:
         here: dict[AdapterLabel, AdapterView] = {}
         for process, told in views.items():
             now = {view.label: view for view in told if view.label.generation and not view.retired}
             here |= now
+            self._paths |= {(process[0], label): view.path for label, view in now.items()}
             had = self._had.get(process)
             for label in (had or frozenset()) - now.keys():
                 self._bury(label)
@@ -85,6 +96,7 @@ class AdapterMemory:
             if label not in self._gone:
                 self._wanted.setdefault(label.name, view)
         self._list()
+        self._paths = {(worker, label): path for (worker, label), path in self._paths.items() if self.wants(label)}
         self._had = {process: had for process, had in self._had.items() if process in views}
         self._settled = {each for each in self._settled if each[0] in views}
         self._seen = dict(views)

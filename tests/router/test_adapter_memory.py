@@ -70,3 +70,12 @@ def test_a_workers_own_and_what_it_cannot_take() -> None:
     memory.settle(D_AGAIN, A.label)
     assert memory.observe(told(p=(A,), again=())) == {}
     assert memory.observe(told(p=(A,), d=())) == {D: [A]}, "another process is asked again"
+
+
+def test_each_worker_reads_it_where_it_did_before() -> None:
+    memory = AdapterMemory()
+    elsewhere = replace(A, path="/mnt/a")
+    memory.observe(told(p=(A,), d=(elsewhere,)))
+    assert memory.observe(told(p=(A,), again=())) == {D_AGAIN: [elsewhere]}
+    (lacking,) = memory.observe([Told(("new", 1), ()), *told(p=(A,), again=(elsewhere,))]).values()
+    assert [view.label for view in lacking] == [A.label]
