@@ -6,7 +6,7 @@ Pure: whoever runs the forwards brings the times.
 _USUAL_ROW = 0.05  # of a forward's first row, until enough was measured
 _KEPT = 0.98  # weight of what was measured before: the latest fifty or so count
 _OUTLIER = 2.0  # a forward that takes longer than this, relative to what was expected, was held up by something else
-_FEW = 4.0
+_FEW, _ENOUGH = 4.0, 16.0  # forwards
 _RIDGE = 0.5  # variance of rows at which measured and usual slope count alike
 
 
@@ -19,6 +19,11 @@ class ForwardTimes:
         self._mean_seconds = 0.0
         self._variance = 0.0
         self._covariance = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Forwards that it goes by."""
+        return self._weight
 
     @property
     def is_known(self) -> bool:
@@ -74,7 +79,9 @@ class DraftCosts:
         """Of one draft of the draft model, if it drafts for all."""
         if not (self._served.is_known and self._draft.is_known):
             return self._expected_made
-        return self._draft.of(num_running) / num_running / self._share(num_running)
+        measured = self._draft.of(num_running) / num_running / self._share(num_running)
+        known = min(1.0, self._draft.weight / _ENOUGH)
+        return known * measured + (1 - known) * self._expected_made
 
     def to_catch_up(self, num_tokens: int, num_running: int) -> float:
         """Of the draft model's reading so many tokens of text."""

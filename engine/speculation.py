@@ -111,12 +111,15 @@ class Speculator:
         """What came of the drafts of one step."""
         record = record_of(sequence)
         trial = self._trial(record, record.kind)
+        came_true = trial.is_paid and num_accepted == num_drafted
+        if came_true:  # a risk that has paid is none: the next one follows at once
+            self._credit += num_accepted
         trial.learn(num_drafted, num_accepted)
         self._usual_trial(record.kind).learn(num_drafted, num_accepted)
         is_measured = self.config.least_acceptance is None
         # What is cheap is tried again soon: a text that begins to repeat itself should not wait.
         pause = math.ceil(record.cost / _PROBING) if is_measured else self.config.pause_steps
-        pays = trial.share >= record.cost
+        pays = came_true or trial.share >= record.cost
         trial.judge(pays=pays, step=record.num_steps, pause=pause, doubles=not is_measured)
 
     def _num_worth(self, record: DraftRecord, kind: int, num_to_catch_up: int, num_running: int) -> int:
