@@ -3,7 +3,8 @@
     .venv/bin/python bench/speculation.py --model .cache/models/gemma-3-270m --out FILE
 
 Methods: prompt lookup; a copy of the model with int8 weights as its draft; a copy that lacks every other layer (and has
-int8 weights). Texts: one that repeats itself, code, and prose that does not.
+int8 weights). Texts: one that repeats itself, code, prose that does not; numbers in sentences, whose words are followed
+by others each time; an output that a JSON schema binds.
 
 `ratio` is the median over pairs of the same text. `cost` is the time of a token of the draft model alone, relative to
 the model's; `allowed` is what acceptance and cost allow: tokens a step / (1 + drafts a step * cost).
@@ -30,7 +31,7 @@ from bench.machine import describe
 from engine.engine import Engine
 from engine.request import EngineRequest
 from pagewire.config import EngineOptions
-from pagewire.sampling import SamplingParams
+from pagewire.sampling import SamplingParams, StructuredOutput
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -39,7 +40,16 @@ TEXTS = {
     "repeats": "The cat sat on the mat. The dog sat on the mat. The bird sat on the mat. " * 4,
     "code": "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return",
     "prose": "The history of the city of Rome begins with",
+    "noise": " ".join(f"{i * 7919 % 97} is to {i * 104729 % 89} as" for i in range(40)),
+    "json": "A list of three people with first name, family name and age, as JSON:",
 }
+_PERSON = {name: {"type": "string", "maxLength": 20} for name in ("first_name", "family_name")}
+_PERSON |= {"age_in_years": {"type": "integer", "minimum": 1, "maximum": 99}}
+_SCHEMA = {"type": "array", "minItems": 3, "maxItems": 5,
+           "items": {"type": "object", "properties": _PERSON, "required": list(_PERSON),
+                     "additionalProperties": False}}  # fmt: skip
+STRUCTURES = {"json": StructuredOutput("json_schema", json.dumps(_SCHEMA))}
+"""Of these texts' outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +73,12 @@ class Point:
 
 
 def run(
-    engine: Engine, prompt: list[int], num_tokens: int, clock: Clock
+    engine: Engine, prompt: list[int], num_tokens: int, clock: Clock, structure: StructuredOutput | None = None
 ) -> tuple[float, list[int], list[tuple[int, int]], int]:
     """Decode tokens a second after the first token; the tokens; (drafted, accepted) of each draft; steps."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=1)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=num_tokens, ignore_eos=structure is None, seed=1, structured_output=structure
+    )
     engine.add(EngineRequest("r", tuple(prompt), params))
     tokens: list[int] = []
     drafts: list[tuple[int, int]] = []
@@ -137,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--texts", nargs="+", choices=list(TEXTS), default=list(TEXTS))
     parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=5)
@@ -155,7 +168,8 @@ def main() -> None:
     )
     clock = CLOCKS[options.clock]
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    prompts = {name: tokenizer.encode(text).ids for name, text in TEXTS.items()}
+    prompts = {name: tokenizer.encode(text).ids for name, text in TEXTS.items() if name in options.texts}
+    usual = tokenizer.encode(TEXTS["prose"]).ids
     points: list[Point] = []
     with TemporaryDirectory(prefix="speculation-") as scratch, running(base) as plain:
         for method in options.methods:
@@ -165,8 +179,7 @@ def main() -> None:
                 draft = {"model": str(config["model"]), "quantization": str(config["quantization"])}
                 with running(base, **draft) as alone:
                     cost = statistics.median(
-                        run(plain, prompts["prose"], 32, clock)[0] / run(alone, prompts["prose"], 32, clock)[0]
-                        for _ in range(options.pairs)
+                        run(plain, usual, 32, clock)[0] / run(alone, usual, 32, clock)[0] for _ in range(options.pairs)
                     )
             with running(base, speculative_config=json.dumps(config)) as speculative:
                 for name, prompt in prompts.items():
@@ -190,20 +203,20 @@ def measure(
     rates: list[tuple[float, float]] = []
     clock = CLOCKS[options.clock]
     drafts: list[tuple[int, int]] = []
-    num_steps = 1
+    num_steps, expected = 1, list[int]()
     for _ in range(options.pairs):
-        slow, expected, _, _ = run(plain, prompt, options.tokens, clock)
-        fast, tokens, drafts, num_steps = run(speculative, prompt, options.tokens, clock)
+        slow, expected, _, _ = run(plain, prompt, options.tokens, clock, STRUCTURES.get(name))
+        fast, tokens, drafts, num_steps = run(speculative, prompt, options.tokens, clock, STRUCTURES.get(name))
         if tokens != expected:
             sys.exit(f"{method}, {name}: speculation changed a token")
         rates.append((slow, fast))
     num_drafted = sum(count for count, _ in drafts)
-    tokens_per_step = (options.tokens - 1) / num_steps
+    tokens_per_step = (len(expected) - 1) / num_steps
     machine = describe()
     point = Point(
         method,
         name,
-        options.tokens,
+        len(expected),
         options.clock,
         options.threads,
         statistics.median(slow for slow, _ in rates),

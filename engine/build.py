@@ -10,18 +10,23 @@ import torch
 
 from engine.admission import SchedulerConfig
 from engine.draft.drafter import Drafter
+from engine.draft_costs import DraftCosts
 from engine.kv_cache import KvCache
 from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
 from engine.memory import KV_FORMATS, KvLayout, KvMemory
 from engine.parallel.ranks import Ranks
 from engine.parallel.start import share_of_threads, start_ranks
+from engine.permitted_drafts import PermittedDrafts
+from engine.prompt_lookup import NgramProposer
+from engine.recent_texts import RecentTexts
 from engine.sample import SampledToken
 from engine.sampler import Contenders, RowSampler, Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Schedule
 from engine.sizing import available_memory, size_pool
 from engine.speculation import Speculator
+from engine.suffix_proposer import SuffixProposer
 from engine.tiers.build import build_tiers
 from engine.tiers.kv_tiers import KvTiers
 from engine.transformers_config import ServedConfig
@@ -57,6 +62,7 @@ class EngineParts:
     tiers: KvTiers | None = None
     drafter: Drafter | None = None
     ranks: Ranks | None = None
+    costs: DraftCosts | None = None
 
 
 def build_parts(options: EngineOptions, progress: Progress | None = None) -> EngineParts:
@@ -126,7 +132,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         drafter = draft.start(size.num_blocks, pool.generations, speculative, config)
         speculator = Speculator(speculative, drafter, draft.cost)
     elif speculative is not None:
-        speculator = Speculator(speculative)
+        speculator = _look_up(speculative, config.vocab_size)
     model = served.model
     if ranks is not None:
         model = shared = ranks.join(served.model, memory, config.vocab_size)
@@ -142,8 +148,27 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
     return EngineParts(
-        config, memory, kv_cache, scheduler, runner, runner.numerics_class, served.adapters, tiers, drafter, ranks
+        config,
+        memory,
+        kv_cache,
+        scheduler,
+        runner,
+        runner.numerics_class,
+        served.adapters,
+        tiers,
+        drafter,
+        ranks,
+        None if speculator is None else speculator.costs,
     )
+
+
+def _look_up(config: SpeculativeConfig, vocab_size: int) -> Speculator:
+    """Drafts out of texts."""
+    if config.method == "suffix":
+        suffix = SuffixProposer(config.prompt_lookup_min, RecentTexts(config.max_cached_tokens))
+        return Speculator(config, PermittedDrafts(suffix, vocab_size), on_end=suffix.ended)
+    lookup = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    return Speculator(config, PermittedDrafts(lookup, vocab_size))
 
 
 def quantization_name(options: EngineOptions, config: ServedConfig) -> str:

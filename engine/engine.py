@@ -6,6 +6,7 @@ that all other paths are compared with.
 
 import logging
 import secrets
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 from engine.admission import check_request
 from engine.build import EngineParts, Progress, build_parts
+from engine.draft.drafter import Drafter
 from engine.errors import EngineError, RequestRefused
 from engine.lora.errors import AdapterLoadFailed, AdapterNotFound
 from engine.request import AdapterId, EngineLoad, EngineRequest, RequestFailed, StepOutput
@@ -60,6 +62,7 @@ class Engine:
         """Gets the error when the engine's thread, or a task beside it, could not go on; never a result."""
         self._runner = parts.runner
         self._drafter = parts.drafter
+        self._costs = parts.costs
         self._ranks = parts.ranks
         if self._ranks is not None:
             self._ranks.on_death = self.die
@@ -130,18 +133,30 @@ class Engine:
         self._schedule = None
         self._schedule = self.scheduler.schedule()
         if self._drafter is not None:
-            self._schedule = self._drafter.make(self._schedule)
+            self._schedule = self._make_drafts(self._drafter, self._schedule)
+        only_decodes = all(item.sequence.num_remaining_tokens == 1 for item in self._schedule.items)
         failed: list[RequestFailed] = []
         sampled = None
         while sampled is None:
+            began = time.perf_counter()
             try:
                 sampled = [] if self._schedule.is_empty else self._runner.execute(self._schedule)
             except AdapterLoadFailed as error:
                 failed += self._without_adapter(self._schedule, error)
+        if self._costs is not None and sampled and only_decodes:
+            num_rows = sum(item.num_new_tokens for item in self._schedule.items)
+            self._costs.observe_step(num_rows, time.perf_counter() - began)
         if self._drafter is not None:
             self._drafter.settle(self._schedule, sampled)
         output = self.scheduler.update(self._schedule, sampled)
         return replace(output, failed=[*failed, *output.failed])
+
+    def _make_drafts(self, drafter: Drafter, schedule: Schedule) -> Schedule:
+        began = time.perf_counter()
+        schedule = drafter.make(schedule)
+        if self._costs is not None and drafter.num_forwards:
+            self._costs.observe_drafting(drafter.num_forwards, drafter.num_rows, time.perf_counter() - began)
+        return schedule
 
     def _without_adapter(self, schedule: Schedule, error: AdapterLoadFailed) -> list[RequestFailed]:
         """Gives up the requests of this adapter and takes them out of the step, whose blocks have been copied."""

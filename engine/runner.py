@@ -8,7 +8,6 @@ from itertools import accumulate
 import torch
 
 from engine.batch import build_batch
-from engine.constraint import Constraint
 from engine.kernel_set import with_kv_format
 from engine.lora.slots import AdapterSlots
 from engine.lora.step import LoraStep
@@ -143,15 +142,14 @@ class ModelRunner:
     def _sample_row(self, item: ScheduledSequence, logits_row: int, choice: int, num_accepted: int = 0) -> SampleRow:
         """`num_accepted` drafts count as output before the token to sample."""
         sequence = item.sequence
-        row = row_of(sequence, logits_row, choice, self.config.eos_token_ids, item.draft_token_ids[:num_accepted])
-        return self._constrained(row, sequence) if sequence.is_constrained else row
+        accepted = item.draft_token_ids[:num_accepted]
+        row = row_of(sequence, logits_row, choice, self.config.eos_token_ids, accepted)
+        return self._constrained(row, sequence, accepted) if sequence.is_constrained else row
 
-    def _constrained(self, row: SampleRow, sequence: EngineSequence) -> SampleRow:
-        """The row with what may follow the sequence's output."""
+    def _constrained(self, row: SampleRow, sequence: EngineSequence, accepted: tuple[int, ...]) -> SampleRow:
+        """The row with what may follow the sequence's output and the drafts that came true: facts, all of them."""
         try:
-            if sequence.constraint is None:
-                sequence.constraint = Constraint(sequence.request, self.config.vocab_size)
-            output_token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
-            return replace(row, allowed=sequence.constraint.mask(output_token_ids))
+            constraint = sequence.constrain(self.config.vocab_size)
+            return replace(row, allowed=constraint.mask([*sequence.output_token_ids, *accepted]))
         except GrammarError as error:
-            return replace(row, error=f"its grammar failed at position {sequence.num_tokens}: {error}")
+            return replace(row, error=f"its grammar failed at position {row.position}: {error}")

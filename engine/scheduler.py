@@ -188,11 +188,11 @@ class Scheduler:
                 budget -= len(drafts)
 
     def _most_drafts(self, sequence: Sequence) -> int:
-        """None where several choices go on from here, or a constraint's state would have to go back.
+        """None where several choices go on from here.
 
         Drafts beyond the last token that may be sampled would be for nothing.
         """
-        if sequence.prefill_only or sequence.is_constrained or len(sequence.choices_to_sample) != 1:
+        if sequence.prefill_only or len(sequence.choices_to_sample) != 1:
             return 0
         room = self.config.max_model_len - sequence.num_tokens - 1
         if sequence.params.max_tokens is not None:
@@ -425,6 +425,8 @@ class Scheduler:
         return branches
 
     def _end(self, sequence: Sequence) -> None:
+        if self._speculator is not None:
+            self._speculator.ended(sequence)
         self._tables.free(sequence)
         self._queues.remove(sequence)
 

@@ -41,7 +41,7 @@ class Sequence:
 
     `branches` is empty for a plain sequence. A trunk has several: it computes what its branches share and is then
     replaced by one sequence for each (choice, output so far). A fresh trunk also samples the first token of each.
-    `attempt` is the last look-up of a waiting sequence that has no blocks. `constraint` is made when it first samples.
+    `attempt` is the last look-up of a waiting sequence that has no blocks. `constrain` makes the `constraint`.
     With `wants_prompt_logprobs` the prompt is computed here in full, whatever is cached; each step leaves those of the
     tokens behind the computed ones in `new_prompt_logprobs`. `drafts`: see
     `engine.speculation`. `load`: blocks that come from a tier, to follow those in the table; `loaded_tokens` says how
@@ -76,6 +76,12 @@ class Sequence:
     def __post_init__(self) -> None:
         self.is_constrained = self.request.params.is_constrained  # asked at each token
 
+    def constrain(self, vocab_size: int) -> Constraint:
+        """What its next tokens must be like; made at the first call. Raises GrammarError."""
+        if self.constraint is None:
+            self.constraint = Constraint(self.request, vocab_size)
+        return self.constraint
+
     @property
     def tables(self) -> tuple[list[int], ...]:
         """The block table of each KV group; groups without blocks may be missing."""
@@ -104,6 +110,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return max(0, len(self.token_ids) - self.num_prompt_tokens)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy."""
+        return self.token_ids[len(self.request.prompt_token_ids) :]
 
     @property
     def num_remaining_tokens(self) -> int:

@@ -2,31 +2,44 @@
 
 Exact by construction (DESIGN §4): at every position the target draws the token it would have drawn anyway, with the
 same noise; a draft is accepted if and only if it equals that token. A guess can cost time, never change a token.
-Proposing is pure: no clock, no device.
+Deciding is pure: no clock, no device.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.draft_costs import DraftCosts
+from engine.draft_trial import DraftTrial
 from engine.sequence import Sequence
 from pagewire.speculative import SpeculativeConfig
 
-_DECAY = 0.75
-_LEAST_ACCEPTANCE = 0.25
-_USUAL_DECAY = 0.9
+MADE = 0
+"""The kind of drafts that a draft model makes. Kinds come true more or less often; a proposer numbers its own."""
+
+_HOPE = 0.6  # share of a kind's drafts that come true, before any was seen
+_HOPE_WEIGHT, _USUAL_WEIGHT = 1.0, 2.0
+_KEPT, _USUAL_KEPT = 0.7, 0.95
 _FIRST_SLOTS = 256
+_PROBING = 0.015  # share of all steps that goes into trying again what did not pay
+_FIRST_CREDIT, _MOST_CREDIT = 2.0, 50.0  # steps
+
+Allowance = Callable[[int, int], int]
+"""(kind, tokens of text to catch up on first) -> most drafts of this kind that are worth their cost now."""
 
 
 class Proposer(Protocol):
     """Guesses what a sequence says next."""
 
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Up to `most` token ids that may follow the sequence's last one; none if there is no good guess.
+    def propose(self, sequence: Sequence, allowance: Allowance) -> tuple[int, ...]:
+        """Token ids that may follow the sequence's last one, as many as `allowance` says; none if there are none.
 
-        `engine.draft.drafter` plans them here, and makes them when the step runs.
+        What is proposed is of the kind that `allowance` was asked for last. `engine.draft.drafter` plans drafts here,
+        and makes them when the step runs.
         """
         ...
 
@@ -35,14 +48,15 @@ class Proposer(Protocol):
 class DraftRecord:
     """How drafts have fared in one sequence, and its tokens in a form that is quick to search.
 
-    `acceptance` is the moving share of drafted tokens that were accepted; `pause` counts the steps without drafts that
-    are still to come, since lately they did not pay.
+    `kind` and `cost` are those of the latest drafts, `num_steps` counts the steps in which there could have been some.
     """
 
     buffer: NDArray[np.int64]
     num_tokens: int = 0
-    acceptance: float = 1.0
-    pause: int = 0
+    num_steps: int = 0
+    kind: int = MADE
+    cost: float = 0.0
+    trials: dict[int, DraftTrial] = field(default_factory=dict)
 
     def follow(self, token_ids: list[int]) -> NDArray[np.int64]:
         """The sequence's tokens as an array; only those that are new since the last call are copied."""
@@ -57,77 +71,91 @@ class DraftRecord:
 
 
 class Speculator:
-    """Decides for whom drafting pays, asks the proposer, and learns from what was accepted."""
+    """Decides for whom drafting pays, asks the proposer, and learns from what was accepted.
 
-    def __init__(self, config: SpeculativeConfig, proposer: Proposer | None = None, cost: float = 0.0) -> None:
-        """`cost` of a draft, relative to the model's own token.
+    A draft that comes true with likelihood p and costs c (in steps of its sequence) pays if p > c; c is measured
+    (`costs`), p estimated for each sequence and kind, from what is usual on. Where it does not pay, the sequence pauses
+    and later risks one draft. All such risks together take no more than 1.5 % of the steps.
+    """
 
-        k drafts of which the share a comes true make 1 + k a tokens in the time of 1 + k cost: they pay if a > cost.
-        Where drafts cost something and of late did not pay in other sequences, a new one starts with a pause.
-        """
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        proposer: Proposer,
+        cost: float = 0.0,
+        on_end: Callable[[Sequence], None] = lambda sequence: None,
+    ) -> None:
+        """`cost` of making a draft, relative to the model's own token, until it was measured; `on_end`: see `ended`."""
+        self.ended = on_end
+        """To be called with a sequence that has ended, for whatever reason."""
         self.config = config
-        least = config.least_acceptance
-        self._least_acceptance = max(_LEAST_ACCEPTANCE, min(1.0, cost)) if least is None else least
-        self._is_free = not cost
-        self._usual_acceptance = 1.0
-        self._proposer = proposer or NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+        self.costs = DraftCosts(cost)
+        self._proposer = proposer
+        self._usual: dict[int, DraftTrial] = {}
+        self._credit = _FIRST_CREDIT
 
     def propose(self, sequence: Sequence, most: int, num_running: int) -> tuple[int, ...]:
-        """Drafts for a sequence that decodes, at most `most`; shorter ones where fewer were accepted of late."""
+        """Drafts for a sequence that decodes, at most `most`; fewer where fewer pay."""
         if most < 1 or num_running > self.config.disable_by_batch_size:
             return ()
-        is_new = sequence.drafts is None
-        record = _record(sequence)
-        if is_new and not self._is_free and self._usual_acceptance < self._least_acceptance:
-            self._pause(record)
-        if record.pause:
-            record.pause -= 1
-            return ()
-        worth_it = 1 + round(record.acceptance * (self.config.num_speculative_tokens - 1))
-        return self._proposer.propose(sequence, min(most, worth_it))
+        self._credit = min(_MOST_CREDIT, self._credit + _PROBING)
+        record = record_of(sequence)
+        record.num_steps += 1
+
+        def allowance(kind: int, num_to_catch_up: int) -> int:
+            return min(most, self._num_worth(record, kind, num_to_catch_up, num_running))
+
+        return self._proposer.propose(sequence, allowance)
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """What came of the drafts of one step."""
-        record, share = _record(sequence), num_accepted / num_drafted
-        record.acceptance = _DECAY * record.acceptance + (1 - _DECAY) * share
-        self._usual_acceptance = _USUAL_DECAY * self._usual_acceptance + (1 - _USUAL_DECAY) * share
-        if record.acceptance < self._least_acceptance:
-            self._pause(record)
+        record = record_of(sequence)
+        trial = self._trial(record, record.kind)
+        came_true = trial.is_paid and num_accepted == num_drafted
+        if came_true:  # a risk that has paid is none: the next one follows at once
+            self._credit += num_accepted
+        trial.learn(num_drafted, num_accepted)
+        self._usual_trial(record.kind).learn(num_drafted, num_accepted)
+        is_measured = self.config.least_acceptance is None
+        # What is cheap is tried again soon: a text that begins to repeat itself should not wait.
+        pause = math.ceil(record.cost / _PROBING) if is_measured else self.config.pause_steps
+        pays = came_true or trial.share >= record.cost
+        trial.judge(pays=pays, step=record.num_steps, pause=pause, doubles=not is_measured)
 
-    def _pause(self, record: DraftRecord) -> None:
-        record.pause = self.config.pause_steps
-        record.acceptance = self._least_acceptance  # then it gets one more chance
+    def _num_worth(self, record: DraftRecord, kind: int, num_to_catch_up: int, num_running: int) -> int:
+        trial, least = self._trial(record, kind), self.config.least_acceptance
+        record.kind, record.cost = kind, self._cost(kind, num_running) if least is None else least
+        if num_worth := trial.num_worth(record.cost, self.config.num_speculative_tokens):
+            return num_worth
+        if record.num_steps < trial.resume_at:
+            return 0
+        if least is None and not trial.is_paid:
+            price = record.cost + self.costs.to_catch_up(num_to_catch_up, num_running)
+            if price > self._credit:
+                return 0
+            self._credit -= price
+            trial.is_paid = True  # it may take several steps to catch up
+        return 1
+
+    def _cost(self, kind: int, num_running: int) -> float:
+        check = self.costs.to_check(num_running)
+        return check + self.costs.to_make(num_running) if kind == MADE else check
+
+    def _trial(self, record: DraftRecord, kind: int) -> DraftTrial:
+        trial = record.trials.get(kind)
+        if trial is None:
+            usual = self._usual_trial(kind).share
+            trial = record.trials[kind] = DraftTrial.begin(usual, _USUAL_WEIGHT, _KEPT)
+        return trial
+
+    def _usual_trial(self, kind: int) -> DraftTrial:
+        if kind not in self._usual:
+            self._usual[kind] = DraftTrial.begin(_HOPE, _HOPE_WEIGHT, _USUAL_KEPT)
+        return self._usual[kind]
 
 
-class NgramProposer:
-    """Prompt lookup: what followed the last tokens where they stood before, the longest and latest match.
-
-    Where the match overlaps its own continuation (a repetition), the draft goes on with the period.
-    """
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest = shortest
-        self._longest = longest
-
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        tokens = _record(sequence).follow(sequence.token_ids)
-        last = len(tokens) - 1
-        ends = np.flatnonzero(tokens[:last] == tokens[last])
-        length = 1
-        while length < self._longest and len(ends):
-            before = ends[ends >= length]
-            longer = before[tokens[before - length] == tokens[last - length]] if last >= length else before[:0]
-            if not len(longer):
-                break
-            ends, length = longer, length + 1
-        if not len(ends) or length < self._shortest:
-            return ()
-        start = int(ends[-1]) + 1
-        period = len(tokens) - start
-        return tuple(int(tokens[start + i % period]) for i in range(most))
-
-
-def _record(sequence: Sequence) -> DraftRecord:
+def record_of(sequence: Sequence) -> DraftRecord:
+    """The sequence's own, made at the first call."""
     if sequence.drafts is None:
         sequence.drafts = DraftRecord(np.empty(max(_FIRST_SLOTS, 2 * sequence.num_tokens), dtype=np.int64))
     return sequence.drafts

@@ -44,23 +44,55 @@ class GrammarState:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
-        self._num_consumed = 0
+        self._num_facts = 0
+        self._guesses: list[int] = []
+        """What the matcher has read beyond the facts."""
 
-    def allowed(self, output_token_ids: Sequence[int]) -> NDArray[np.bool_]:
-        """Which tokens may follow these (those of the last call and any number more): [vocab_size].
+    def allowed(self, output_token_ids: Sequence[int], guesses: Sequence[int] = ()) -> NDArray[np.bool_]:
+        """Which tokens may follow the output (that of the last call and any number more) and `guesses`: [vocab_size].
 
-        Raises GrammarError if the tokens left the grammar, or the next step is too complex.
+        Guesses are taken back by a later call that has others, or none. Raises GrammarError if the tokens left the
+        grammar, or the next step is too complex; the latter for ever, even if guesses were to blame.
         """
         matcher = self._matcher
-        new = list(output_token_ids[self._num_consumed :])
-        if new and matcher.try_consume_tokens(new) < len(new):
-            raise GrammarError(f"the output left its grammar at token {self._num_consumed}: {_brief(matcher)}")
-        self._num_consumed = len(output_token_ids)
+        self._read(output_token_ids, guesses)
         matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if matcher.is_error():
             raise GrammarError(_brief(matcher))
         bits = np.unpackbits(self._words.view(np.uint8), count=self._vocab_size, bitorder="little")
         return bits.view(np.bool_)
+
+    def num_allowed(self, output_token_ids: Sequence[int], guesses: Sequence[int]) -> int:
+        """So many of the guesses, from the first on, may follow the output. Raises GrammarError as `allowed`."""
+        self._read(output_token_ids, ())
+        return self._matcher.validate_tokens(list(guesses))
+
+    def forced(self, output_token_ids: Sequence[int]) -> list[int]:
+        """Tokens of the text that must follow the output, as the tokenizer would cut it; often none.
+
+        Other cuts of that text may be drawn as well. Raises GrammarError as `allowed`.
+        """
+        self._read(output_token_ids, ())
+        return self._matcher.compute_ff_tokens()
+
+    def _read(self, output_token_ids: Sequence[int], guesses: Sequence[int]) -> None:
+        """Brings the matcher behind these tokens: takes back what it has read in vain, reads what is new."""
+        new = [*output_token_ids[self._num_facts :], *guesses]
+        num_kept = 0
+        while num_kept < min(len(new), len(self._guesses)) and new[num_kept] == self._guesses[num_kept]:
+            num_kept += 1
+        num_in_vain = len(self._guesses) - num_kept
+        if num_in_vain and not self._matcher.rollback(num_in_vain):
+            raise GrammarError(f"it could not take back {num_in_vain} tokens: {_brief(self._matcher)}")
+        num_read = num_kept
+        if num_kept < len(new):
+            num_read += self._matcher.try_consume_tokens(new[num_kept:])
+        num_new_facts = len(output_token_ids) - self._num_facts
+        self._guesses = new[:num_read][num_new_facts:]
+        self._num_facts += min(num_read, num_new_facts)
+        if num_read < len(new):
+            at = len(output_token_ids) - num_new_facts + num_read
+            raise GrammarError(f"the output left its grammar at token {at}: {_brief(self._matcher)}")
 
 
 class Grammar:

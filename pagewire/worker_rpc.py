@@ -137,8 +137,8 @@ class WorkerAdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def UnloadAdapter(
         self, request: admin_pb2.UnloadAdapterRequest, context: _Context
     ) -> admin_pb2.UnloadAdapterResponse:
-        self._worker.unload_adapter(request.name)
-        return admin_pb2.UnloadAdapterResponse(num_workers=1)
+        was_here = self._worker.unload_adapter(request.name, request.generation)
+        return admin_pb2.UnloadAdapterResponse(num_workers=int(was_here))
 
     async def ListAdapters(
         self, request: admin_pb2.ListAdaptersRequest, context: _Context

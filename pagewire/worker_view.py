@@ -167,8 +167,10 @@ class WorkerView(Protocol):
         or if `digest` is given and is not its content's."""
         ...
 
-    def unload_adapter(self, name: str) -> None:
-        """New requests no longer find it. Raises NotFound."""
+    def unload_adapter(self, name: str, generation: int) -> bool:
+        """New requests no longer find it; with a `generation` that load is taken back. Whether it was here.
+
+        Raises NotFound without one."""
         ...
 
     def start_drain(self) -> None:

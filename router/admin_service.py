@@ -14,6 +14,8 @@ from pagewire.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from pagewire.worker_rpc import new_generation
 from pagewire.worker_view import AdapterLabel, WorkerRole
 from pagewire.worker_view_wire import adapter_to_proto, info_to_proto, label_from_proto, load_to_proto, queue_to_proto
+from router.adapter_keeper import LOAD_SECONDS, AdapterKeeper
+from router.adapter_load import load_everywhere
 from router.explanation import Explanation
 from router.fleet import Fleet, FleetWorker
 from router.pipeline import Pipeline
@@ -25,7 +27,6 @@ logger = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 # A worker that is slower is shown as the fleet last saw it.
 _STATUS_SECONDS = 1.0
-_LOAD_SECONDS = 120.0
 # Workers tell within 100 ms; who is silent longer is about to be lost.
 _MOST_LOOKS, _LOOK_SECONDS = 100, 0.02
 _ROLES: dict[WorkerRole, types_pb2.WorkerRole.ValueType] = {
@@ -38,9 +39,17 @@ class RouterAdminServicer(PrefixAdmin):
     """`on_drain` is called when the router itself is told to drain."""
 
     def __init__(
-        self, pipeline: Pipeline, fleet: Fleet, index: PrefixIndex | None, *, on_drain: Callable[[], None]
+        self,
+        pipeline: Pipeline,
+        fleet: Fleet,
+        index: PrefixIndex | None,
+        *,
+        on_drain: Callable[[], None],
+        keeper: AdapterKeeper | None = None,
     ) -> None:
         super().__init__(pipeline, fleet)
+        self._keeper = keeper
+        self._loading: set[asyncio.Task[admin_pb2.LoadAdapterResponse]] = set()
         self._index = index
         self._on_drain = on_drain
 
@@ -95,29 +104,39 @@ class RouterAdminServicer(PrefixAdmin):
             raise Unavailable("no worker is alive to load an adapter")
         message = admin_pb2.LoadAdapterRequest(name=request.name, path=request.path, check_only=True)
         message.generation = request.generation or new_generation()
-        answers = await ask(workers, lambda stub: stub.LoadAdapter(message, timeout=_LOAD_SECONDS))
+        answers = await ask(workers, lambda stub: stub.LoadAdapter(message, timeout=LOAD_SECONDS))
         message.digest = _same_digest(workers, answers, request)
-        if not request.check_only:
-            message.check_only = False  # whose content has changed since refuses
-            answers = await ask(workers, lambda stub: stub.LoadAdapter(message, timeout=_LOAD_SECONDS))
-            label = label_from_proto(answers[0].adapter.ref)
-            await self._until_seen(lambda adapters: label in adapters)
-        return admin_pb2.LoadAdapterResponse(adapter=answers[0].adapter)
+        if request.check_only:
+            return admin_pb2.LoadAdapterResponse(adapter=answers[0].adapter)
+        message.check_only = False  # whose content has changed since refuses
+        loading = asyncio.create_task(load_everywhere(workers, message, LOAD_SECONDS), name=f"load {request.name}")
+        self._loading.add(loading)  # to its end, also if the caller goes away: nothing half-made is left
+        loading.add_done_callback(self._loaded)
+        answer = await asyncio.shield(loading)
+        label = label_from_proto(answer.adapter.ref)
+        await self._until_seen(lambda adapters: label in adapters)
+        return answer
+
+    def _loaded(self, loading: asyncio.Task[admin_pb2.LoadAdapterResponse]) -> None:
+        self._loading.discard(loading)
+        if not loading.cancelled() and (error := loading.exception()) is not None:
+            logger.warning("%s", error)  # who asked may be gone
 
     async def UnloadAdapter(
         self, request: admin_pb2.UnloadAdapterRequest, context: _Context
     ) -> admin_pb2.UnloadAdapterResponse:
-        """From every live worker that has it."""
+        """From every live worker that has it; workers that start later won't get it."""
+        was_kept = self._keeper is not None and self._keeper.forget(request.name)
         answers = await asyncio.gather(
-            *(_unload(worker, request.name) for worker in self.addressed("")), return_exceptions=True
+            *(_unload(worker, request) for worker in self.addressed("")), return_exceptions=True
         )
         done = [answer for answer in answers if isinstance(answer, admin_pb2.UnloadAdapterResponse)]
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         serious = [each for each in failures if not isinstance(each, NotFound)]
-        if serious or not done:
+        if serious or not (done or was_kept):
             raise (serious or failures or [NotFound(f"adapter {request.name!r} is not loaded: no worker is alive")])[0]
         await self._until_seen(lambda adapters: all(label.name != request.name for label in adapters))
-        return admin_pb2.UnloadAdapterResponse(num_workers=len(done))
+        return admin_pb2.UnloadAdapterResponse(num_workers=sum(answer.num_workers for answer in done))
 
     async def ListAdapters(
         self, request: admin_pb2.ListAdaptersRequest, context: _Context
@@ -192,8 +211,7 @@ def _same_digest(
     return digest
 
 
-async def _unload(worker: FleetWorker, name: str) -> admin_pb2.UnloadAdapterResponse:
-    message = admin_pb2.UnloadAdapterRequest(name=name)
+async def _unload(worker: FleetWorker, message: admin_pb2.UnloadAdapterRequest) -> admin_pb2.UnloadAdapterResponse:
     answers = await ask([worker], lambda stub: stub.UnloadAdapter(message, timeout=ACTION_SECONDS))
     answer: admin_pb2.UnloadAdapterResponse = answers[0]
     return answer

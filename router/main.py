@@ -23,6 +23,7 @@ from pagewire.tracing import make_tracer
 from pagewire.v1 import admin_pb2_grpc, inference_pb2_grpc
 from pagewire.vllm_engine import SERVICE_NAME as VLLM_ENGINE
 from pagewire.vllm_engine.model_card import ModelCard
+from router.adapter_keeper import AdapterKeeper
 from router.admin_service import RouterAdminServicer
 from router.breaker import Breakers
 from router.fleet import Fleet
@@ -71,6 +72,7 @@ async def _serve(config: RouterConfig, model: ModelFacts) -> None:
             temperature=config.router_temperature,
             may_fetch=config.kv_fetch != "off",
         )
+        keeper = AdapterKeeper(fleet, model.name)
         guard = TokenizerGuard(
             tokenizer_digest(Path(config.model)), lambda: None if index is None else index.model_record
         )
@@ -93,12 +95,14 @@ async def _serve(config: RouterConfig, model: ModelFacts) -> None:
             observer=RequestObserver(metrics),
             breakers=breakers,
             obstacle=guard.check,
-            adapters=placer.adapters,
+            adapters=lambda: keeper.complete(placer.adapters()),
         )
         rpc_metrics = RpcMetrics(registry)
         server = rpc.build_server(security=security, observe=rpc_metrics.observe, areas=AREAS_ON_ROUTER)
         health = rpc.add_health_and_reflection(server, (*APIS, ADMIN))
-        admin = RouterAdminServicer(pipeline, fleet, index, on_drain=lambda: health.set_all(serving=False))
+        admin = RouterAdminServicer(
+            pipeline, fleet, index, on_drain=lambda: health.set_all(serving=False), keeper=keeper
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(pipeline), server)
         vllm_engine = RouterVllmEngine(pipeline, fleet, ModelCard(Path(config.model), model.name))
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm_engine, server)
@@ -116,6 +120,7 @@ async def _serve(config: RouterConfig, model: ModelFacts) -> None:
             processes = fleet.processes()
             breakers.keep_only(processes)
             placer.keep_only(processes)
+            keeper.look()
             _fleet_changed(fleet, index, pipeline, metrics, health)
 
         fleet.on_change = look_around
@@ -131,6 +136,7 @@ async def _serve(config: RouterConfig, model: ModelFacts) -> None:
             stack.push_async_callback(routed.stop)
         await fleet.start()
         stack.push_async_callback(fleet.stop)
+        stack.push_async_callback(keeper.close)
         pipeline.start()
         stack.push_async_callback(pipeline.close)
         drains = [pipeline.drain, vllm_engine.close, open_inference.close]

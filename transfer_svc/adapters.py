@@ -47,13 +47,19 @@ class WorkerAdapters:
             self._host.announce()  # a load goes through also when nobody waits for it any more
         return _view(loaded, store)
 
-    def unload(self, name: str) -> None:
-        """Raises NotFound."""
+    def unload(self, name: str, generation: int = 0) -> bool:
+        """Whether it was here; with a `generation` that load is taken back. Raises NotFound without one."""
         try:
-            self._store(name).unload(name)
+            store = self._store(name)
+            if generation:
+                was_here = store.take_back(name, generation) is not None
+                self._host.announce()
+                return was_here
+            store.unload(name)
         except AdapterNotFound as error:
             raise _not_found(error, name) from None
         self._host.announce()
+        return True
 
     def views(self) -> tuple[AdapterView, ...]:
         """All, by name, then those that linger; the same object as long as nothing has changed."""

@@ -252,8 +252,8 @@ class KvWorker(ABC):
     ) -> AdapterView:
         return await self.adapters.load(name, path, generation, check_only=check_only, digest=digest)
 
-    def unload_adapter(self, name: str) -> None:
-        self.adapters.unload(name)
+    def unload_adapter(self, name: str, generation: int) -> bool:
+        return self.adapters.unload(name, generation)
 
     def cached_keys(self) -> tuple[list[bytes], int]:
         return self._host.cached_keys()

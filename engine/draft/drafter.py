@@ -19,6 +19,7 @@ from engine.draft.book import DraftBook
 from engine.finish import is_stop_token
 from engine.sample import SampledToken
 from engine.sequence import Schedule, ScheduledSequence, Sequence
+from engine.speculation import MADE, Allowance
 
 PLANNED = -1
 """Stands for a draft that is still to be made."""
@@ -81,21 +82,26 @@ class Drafter:
         self._max_catch_up_tokens = max_catch_up_tokens
         self._eos_token_ids = eos_token_ids
         self._catch_up_tokens_left = max_catch_up_tokens
+        self.num_forwards = 0
+        self.num_rows = 0
         self.is_broken = False
 
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+    def propose(self, sequence: Sequence, allowance: Allowance) -> tuple[int, ...]:
         """`PLANNED` for each draft to be made; none where they can't pay for what there is to catch up on.
 
         One where that is more than this step can read: it lets the sequence catch up, and takes no budget for drafts
         that won't be made.
         """
-        most = min(most, self._max_position + 1 - sequence.num_tokens)
-        if self.is_broken or most < 1:
+        room = self._max_position + 1 - sequence.num_tokens
+        if self.is_broken or room < 1:
             return ()
         lag, max_tokens = self._lag(sequence), sequence.params.max_tokens
-        if lag > _USUAL_LAG:
-            if max_tokens is not None and lag > _MOST_LAG_PER_TOKEN * (max_tokens - sequence.num_output_tokens):
-                return ()
+        must_catch_up = lag > _USUAL_LAG
+        num_left = room if max_tokens is None else max_tokens - sequence.num_output_tokens
+        if must_catch_up and lag > _MOST_LAG_PER_TOKEN * num_left:
+            return ()
+        most = min(room, allowance(MADE, lag if must_catch_up else 0))
+        if must_catch_up and most:
             if lag > self._catch_up_tokens_left:
                 return (PLANNED,)
             self._catch_up_tokens_left -= lag
@@ -104,6 +110,7 @@ class Drafter:
     def make(self, schedule: Schedule) -> Schedule:
         """The schedule with the drafts that were planned in it, as far as they could be made; ends planning."""
         self._catch_up_tokens_left = self._max_catch_up_tokens
+        self.num_forwards = self.num_rows = 0  # of this step
         planned = [item for item in schedule.items if item.draft_token_ids]
         if not planned:
             return schedule
@@ -143,6 +150,8 @@ class Drafter:
         chunks = self._first_chunks(list(wanted))
         while chunks:
             going_on = []
+            self.num_forwards += 1
+            self.num_rows += sum(chunk.end - chunk.start for chunk in chunks)
             for chunk, token_id in zip(chunks, self._model.run(chunks), strict=True):
                 sequence = chunk.sequence
                 if chunk.start < sequence.num_tokens:

@@ -9,9 +9,11 @@ import torch
 from engine.draft.drafter import DraftChunk
 from engine.memory import KvMemory
 from engine.models.decoder import Decoder
+from engine.sample import SampleRow
 from engine.sample_row import row_of
 from engine.sampler import Sampler
 from kernels.paged import PagedBatch
+from pagewire.grammar import GrammarError
 
 
 class DraftRunner:
@@ -46,10 +48,25 @@ class DraftRunner:
             row_of(chunk.sequence, row, chunk.sequence.choice, self._eos_token_ids, chunk.draft_token_ids)
             for row, chunk in enumerate(sampling)
         ]
-        silent = [replace(row, params=replace(row.params, logprobs=None)) for row in rows]
+        silent = [
+            self._constrained(replace(row, params=replace(row.params, logprobs=None)), chunk)
+            for row, chunk in zip(rows, sampling, strict=True)
+        ]
         drawn = iter(self._sampler.sample(logits, silent))
         tokens = [next(drawn) if chunk.sample else None for chunk in chunks]
         return [None if token is None or token.error is not None else token.token_id for token in tokens]
+
+    def _constrained(self, row: SampleRow, chunk: DraftChunk) -> SampleRow:
+        """The row with what may be drawn if the drafts so far come true; no draft where a grammar can't say."""
+        if not chunk.sequence.is_constrained:
+            return row
+        try:
+            constraint = chunk.sequence.constrain(self._model.config.vocab_size)
+            return replace(
+                row, allowed=constraint.mask_of_guess(chunk.sequence.output_token_ids, chunk.draft_token_ids)
+            )
+        except GrammarError as error:
+            return replace(row, error=str(error))
 
     def close(self) -> None:
         """Gives the memory back."""

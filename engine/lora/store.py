@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.lora.checkpoint import WEIGHTS_FILE, Module, read_adapter
 from engine.lora.config import CONFIG_FILE
@@ -17,6 +18,14 @@ LINGER_SECONDS = 60.0
 """How long a load that was replaced or unloaded is still found by who names it exactly: requests are on their way
 with it, from routers that have not heard yet, or from a prefill to its decode worker."""
 _FORBIDDEN = frozenset('\\"\x7f') | {chr(code) for code in range(32)}
+
+
+class _Retired(NamedTuple):
+    """Found by who names it exactly, until a time; `replaced_by` is None if it was unloaded."""
+
+    adapter: "LoadedAdapter"
+    until: float
+    replaced_by: AdapterId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +67,10 @@ class AdapterStore:
         self._lock = threading.Lock()
         self._clock = clock
         self._loaded: dict[str, LoadedAdapter] = {}
-        self._retired: dict[AdapterId, tuple[LoadedAdapter, float]] = {}
-        """With the time each is forgotten, oldest first."""
+        self._retired: dict[AdapterId, _Retired] = {}
+        """Oldest first."""
+        self._taken_back: dict[tuple[str, int], float] = {}
+        """Name and generation of loads that must not come any more, with the time until which that is known."""
         self.resident: frozenset[bytes] = frozenset()
         """Keys of those on the device, as of the last step."""
 
@@ -99,8 +110,26 @@ class AdapterStore:
                 )
             if not check_only:
                 self._loaded = {**self._loaded, name: loaded}
-                self._retire(known)
+                self._retire(known, replaced_by=loaded.id)
         return loaded
+
+    def take_back(self, name: str, generation: int) -> LoadedAdapter | None:
+        """Undoes a load, also one that is still being read: it will be refused. None if it was not here.
+
+        What it replaced has the name again, unless its place was needed meanwhile.
+        """
+        with self._lock:
+            self._taken_back[name, generation] = self._clock() + LINGER_SECONDS
+            found = self._loaded.get(name)
+            if found is None or found.id.generation != generation:
+                return None
+            before = next((each for each in self._retired.values() if each.replaced_by == found.id), None)
+            self._loaded = {known: each for known, each in self._loaded.items() if known != name}
+            if before is not None:
+                del self._retired[before.adapter.id]
+                self._loaded[name] = before.adapter
+            self._retire(found)
+        return found
 
     def unload(self, name: str) -> LoadedAdapter:
         """New requests no longer find it; those that run go on. Raises AdapterNotFound."""
@@ -119,7 +148,7 @@ class AdapterStore:
             found = self._loaded.get(name)
             retired = None if generation is None else self._retired.get(AdapterId(name, digest, generation))
         if retired is not None:
-            return retired[0].id
+            return retired.adapter.id
         if found is None:
             raise self._unknown(name)
         if (digest and digest != found.id.digest) or (generation is not None and generation != found.id.generation):
@@ -137,20 +166,23 @@ class AdapterStore:
         """Those that linger: not for new requests. The rest of them is freed here."""
         with self._lock:
             self._retire(None)
-            return tuple(each for each, _ in self._retired.values())
+            return tuple(each.adapter for each in self._retired.values())
 
-    def _retire(self, replaced: LoadedAdapter | None) -> None:
+    def _retire(self, replaced: LoadedAdapter | None, replaced_by: AdapterId | None = None) -> None:
         """With the lock: forgets those whose time is over and those that there is no place for."""
         now = self._clock()
         if replaced is not None:
-            self._retired[replaced.id] = replaced, now + LINGER_SECONDS
+            self._retired[replaced.id] = _Retired(replaced, now + LINGER_SECONDS, replaced_by)
         places = max(1, self._max_adapters - len(self._loaded))
-        for i, (adapter, (_, until)) in enumerate(reversed(list(self._retired.items()))):
-            if i >= places or until <= now:
+        for i, (adapter, retired) in enumerate(reversed(list(self._retired.items()))):
+            if i >= places or retired.until <= now:
                 del self._retired[adapter]
+        self._taken_back = {load: until for load, until in self._taken_back.items() if until > now}
 
     def _check_generation(self, adapter: AdapterId) -> None:
         """With the lock: loads may arrive in another order than they were made in."""
+        if (adapter.name, adapter.generation) in self._taken_back:
+            raise AdapterOutdated(f"generation {adapter.generation} of adapter {adapter.name!r}: was taken back")
         own = [self._loaded[adapter.name].id] if adapter.name in self._loaded else []
         own += [each for each in self._retired if each.name == adapter.name]
         newest = max((each.generation for each in own), default=-1)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pagewire import __version__
+from pagewire.cli import adapter
 from pagewire.cli.bench import ManyValues, serve
 from pagewire.cli.chat import chat
 from pagewire.cli.convert import convert
@@ -67,6 +68,9 @@ _add("Models", convert)
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks, in vLLM's names.")
 bench.command(help=_help(serve), cls=ManyValues)(serve)
 app.add_typer(bench, name="bench", rich_help_panel="Use")
+for name, command in (("load", adapter.load), ("unload", adapter.unload), ("list", adapter.list_)):
+    adapter.adapter.command(name, help=_help(command))(command)
+app.add_typer(adapter.adapter, name="adapter", rich_help_panel="Use")
 
 
 def run(arguments: Sequence[str]) -> int:

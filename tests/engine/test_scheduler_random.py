@@ -16,7 +16,7 @@ from engine.draft.book import DraftBook
 from engine.draft.drafter import Drafter
 from engine.request import AdoptedKv, ChoiceState, EngineRequest
 from engine.sequence import Sequence
-from engine.speculation import Speculator
+from engine.speculation import MADE, Allowance, Speculator
 from engine.tiers.host_slots import HostSlots
 from engine.tiers.tier import Bytes
 from engine.transfer.checksum import checksum
@@ -111,7 +111,8 @@ class Guesser:
         self._rng = rng
         self._mistakes = rng.choice([0.0, 0.2, 0.6, 1.0])
 
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+    def propose(self, sequence: Sequence, allowance: Allowance) -> tuple[int, ...]:
+        most = allowance(MADE, 0)
         tokens, params = list(sequence.token_ids), sequence.params
         for _ in range(self._rng.randint(0, most)):
             index = len(tokens) - sequence.num_prompt_tokens

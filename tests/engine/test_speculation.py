@@ -1,17 +1,19 @@
 """Speculative decoding: what is guessed, when, and that no token ever depends on it."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from engine.engine import Engine
+from engine.prompt_lookup import NgramProposer
 from engine.request import EngineRequest, TokenOutput
 from engine.sequence import Sequence
-from engine.speculation import NgramProposer, Speculator
+from engine.speculation import MADE, Allowance, Speculator
 from kernels import cpu
 from pagewire.config import EngineOptions
-from pagewire.sampling import SamplingParams
+from pagewire.sampling import SamplingParams, StructuredOutput
 from pagewire.speculative import SpeculativeConfig
 from tests.engine.model_harness import random_prompt
 
@@ -37,62 +39,106 @@ def sequence(token_ids: list[int], num_prompt_tokens: int = 1) -> Sequence:
     ],
 )
 def test_ngram(token_ids: list[int], most: int, drafts: tuple[int, ...]) -> None:
-    assert NgramProposer(2, 4).propose(sequence(token_ids), most) == drafts
+    assert NgramProposer(2, 4).propose(sequence(token_ids), lambda *_: most) == drafts
+
+
+def test_the_length_of_a_match_is_the_kind_of_its_drafts() -> None:
+    kinds = []
+    for token_ids in ([1, 2, 3, 4, 9, 1, 2, 3], [1, 2, 5, 9, 1, 2], [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]):
+        NgramProposer(2, 4).propose(sequence(token_ids), lambda kind, _: kinds.append(kind) or 1)  # type: ignore[func-returns-value]
+    assert kinds == [3, 2, 4]
 
 
 def test_ngram_follows_a_growing_sequence() -> None:
     seq, proposer = sequence([1, 2]), NgramProposer(2, 3)
     for _ in range(400):
-        assert proposer.propose(seq, 3) == NgramProposer(2, 3).propose(sequence(list(seq.token_ids)), 3)
+        fresh = NgramProposer(2, 3).propose(sequence(list(seq.token_ids)), lambda *_: 3)
+        assert proposer.propose(seq, lambda *_: 3) == fresh
         seq.token_ids.append((seq.token_ids[-1] * 7 + 3) % 13)
 
 
-def test_it_pauses_where_it_does_not_pay_and_tries_again() -> None:
-    config = SpeculativeConfig(num_speculative_tokens=4, pause_steps=3)
-    speculator, seq = Speculator(config), sequence([1, 2, 1, 2])
+class Guesses:
+    """As many drafts as are worth it, all of one kind."""
+
+    def __init__(self, kind: int = MADE, num_to_catch_up: int = 0) -> None:
+        self.kind, self.num_to_catch_up = kind, num_to_catch_up
+
+    def propose(self, sequence: Sequence, allowance: Allowance) -> tuple[int, ...]:
+        return (5,) * allowance(self.kind, self.num_to_catch_up)
+
+
+def speculate(speculator: Speculator, seq: Sequence, num_steps: int, *, right: bool, most: int = 8) -> list[int]:
+    """The number of drafts in each step; all come true, or none."""
     lengths = []
-    for _ in range(20):
-        drafts = speculator.propose(seq, 8, 1)
+    for _ in range(num_steps):
+        drafts = speculator.propose(seq, most, 1)
         lengths.append(len(drafts))
         if drafts:
-            speculator.learn(seq, len(drafts), 0)
-    assert lengths[0] == 4
-    assert sorted(set(lengths)) == [0, 2, 3, 4]
-    first = lengths.index(0)
-    assert lengths[first : first + 5] == [0, 0, 0, 2, 0], "one short try after each pause"
-    for _ in range(12):
-        speculator.learn(seq, 2, 2)
-    assert len(speculator.propose(seq, 8, 1)) == 4, "and back to full length where it pays again"
+            speculator.learn(seq, len(drafts), len(drafts) * right)
+    return lengths
+
+
+def test_it_pauses_where_it_does_not_pay_and_longer_each_time() -> None:
+    config = SpeculativeConfig(num_speculative_tokens=4, pause_steps=3, least_acceptance=0.25)
+    speculator, seq = Speculator(config, Guesses()), sequence([1])
+    lengths = speculate(speculator, seq, 40, right=False)
+    tries = [step for step, length in enumerate(lengths) if length]
+    assert lengths[0] == 2, "0.6 ** 2 > 0.25"
+    assert sum(lengths) <= 8
+    pauses = [later - earlier for earlier, later in pairwise(tries) if later - earlier > 1]
+    assert pauses[:3] == [3, 6, 12]
+    while not speculator.propose(seq, 8, 1):
+        pass
+    speculator.learn(seq, 1, 1)
+    assert speculate(speculator, seq, 8, right=True)[-1] == 4, "and back to full length where it pays again"
 
 
 @pytest.mark.parametrize(
     ("cost", "config", "goes_on"),
     [(0.0, {}, True), (0.4, {}, False), (0.4, {"least_acceptance": 0.25}, True), (7.0, {}, False)],
 )
-def test_drafts_that_cost_more_have_to_bring_more(cost: float, config: dict[str, float], goes_on: bool) -> None:
-    """0.3 of the drafts are accepted."""
-    speculator, seq = Speculator(SpeculativeConfig(**config), cost=cost), sequence([1, 2, 1, 2])  # type: ignore[arg-type]
-    for _ in range(20):
-        speculator.learn(seq, 10, 3)
+def test_drafts_that_cost_more_have_to_come_true_oftener(cost: float, config: dict[str, float], goes_on: bool) -> None:
+    """A draft comes true with a likelihood of a third."""
+    speculator, seq = Speculator(SpeculativeConfig(**config), Guesses(), cost=cost), sequence([1])  # type: ignore[arg-type]
+    speculator.propose(seq, 8, 1)
+    for step in range(30):
+        speculator.learn(seq, 2, step % 2)
     assert bool(speculator.propose(seq, 8, 1)) == goes_on
 
 
-@pytest.mark.parametrize(("cost", "num_drafts"), [(0.0, 4), (0.1, 0)])
-def test_a_new_sequence_waits_where_costly_drafts_did_not_pay_in_others(cost: float, num_drafts: int) -> None:
-    speculator = Speculator(SpeculativeConfig(pause_steps=3), cost=cost)
-    for _ in range(40):
-        speculator.learn(sequence([1, 2, 1, 2]), 4, 0)
-    seq = sequence([1, 2, 1, 2])
-    assert [len(speculator.propose(seq, 8, 1)) for _ in range(4)] == [num_drafts] * 3 + [num_drafts or 2]
-    for _ in range(40):
-        speculator.learn(sequence([1, 2, 1, 2]), 4, 4)
-    assert len(speculator.propose(sequence([1, 2, 1, 2]), 8, 1)) == 4
+def test_what_is_useless_takes_a_small_share_of_all_steps() -> None:
+    """However many sequences come: the first ones learn for those after them."""
+    speculator, num_steps, num_drafts = Speculator(SpeculativeConfig(), Guesses(), cost=0.5), 0, 0
+    for _ in range(100):
+        num_drafts += sum(speculate(speculator, sequence([1]), 60, right=False))
+        num_steps += 60
+    assert 20 < num_drafts * (0.5 + 0.05) < 0.015 * num_steps + 4
+
+
+def test_what_is_to_be_read_first_counts_as_cost() -> None:
+    """Half of a token's time for 200 tokens' reading, at a twentieth each: as much as five steps."""
+    speculator = Speculator(SpeculativeConfig(), Guesses(num_to_catch_up=200), cost=0.5)
+    lengths = [sum(speculate(speculator, sequence([1]), 60, right=False)) for _ in range(30)]
+    assert lengths[0] == 1, "the first try"
+    assert 2 <= sum(lengths[1:]) <= 5
+
+
+def test_kinds_are_judged_apart() -> None:
+    guesses = Guesses(kind=2)
+    speculator, seq = Speculator(SpeculativeConfig(), guesses), sequence([1])
+    speculate(speculator, seq, 20, right=False)
+    assert sum(speculate(speculator, seq, 10, right=False)) <= 3, "one draft at a time, at intervals"
+    guesses.kind = 5
+    assert speculate(speculator, seq, 6, right=True)[-1] == 4
+    guesses.kind = 2
+    assert sum(speculate(speculator, seq, 3, right=False)) <= 1
 
 
 def test_none_in_large_batches() -> None:
-    speculator = Speculator(SpeculativeConfig(disable_by_batch_size=3))
-    assert speculator.propose(sequence([1, 2, 1, 2]), 8, 3)
-    assert not speculator.propose(sequence([1, 2, 1, 2]), 8, 4)
+    speculator = Speculator(SpeculativeConfig(disable_by_batch_size=3), Guesses())
+    assert speculator.propose(sequence([1]), 8, 3)
+    assert not speculator.propose(sequence([1]), 8, 4)
+    assert not speculator.propose(sequence([1]), 0, 3)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +151,8 @@ def test_none_in_large_batches() -> None:
         ('{"modle": "x"}', "modle"),
         ('{"method": "draft_model"}', "method draft_model needs a model"),
         ('{"method": "ngram", "model": "x"}', "model is for method draft_model, not for ngram"),
+        ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max is for method ngram, not for suffix"),
+        ('{"model": "x", "prompt_lookup_min": 1}', "prompt_lookup_min is for method ngram and suffix, not for draft_"),
         ('{"model": "x", "prompt_lookup_max": 3}', "prompt_lookup_max is for method ngram, not for draft_model"),
         (
             '{"model": "x", "max_catch_up_tokens": 1}',
@@ -146,6 +194,9 @@ def run(engine: Engine, requests: list[EngineRequest]) -> tuple[list[TokenOutput
 FEW = dict.fromkeys((40, 50, 60), 30.0)
 """Tokens that a random model would not leave again: its text repeats itself, as people's code does."""
 
+FORM = StructuredOutput("json_schema", '{"type":"object","properties":{"kinds":{"type":"array","items":'
+                        '{"enum":["green","grey"]},"minItems":3,"maxItems":5}},"required":["kinds"]}')  # fmt: skip
+
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=2, logit_bias=FEW),
     "cold": SamplingParams(temperature=0.05, seed=5, max_tokens=60, ignore_eos=True, logprobs=0, logit_bias=FEW),
@@ -160,6 +211,11 @@ PARAMS = {
     ),
     "choices": SamplingParams(n=3, temperature=0.1, seed=7, max_tokens=40, ignore_eos=True),
     "stops": SamplingParams(temperature=0.0, max_tokens=60, min_tokens=9, stop_token_ids=tuple(range(20, 90, 3))),
+    "grammar": SamplingParams(temperature=0.0, max_tokens=60, structured_output=FORM, logprobs=1),
+    "sampled grammar": SamplingParams(n=2, seed=8, max_tokens=60, structured_output=FORM),
+    "few": SamplingParams(
+        seed=9, max_tokens=40, ignore_eos=True, allowed_token_ids=(40, 41, 50), bad_words_token_ids=((40, 41), (50, 50))
+    ),
 }
 
 
@@ -193,6 +249,28 @@ def test_tokens_and_logprobs_are_those_without_speculation(
     num_accepted = sum(accepted for _, accepted in drafts)
     assert 20 < num_accepted < sum(drafted for drafted, _ in drafts), "some are right and some are wrong"
     assert num_fewer_steps < num_steps
+
+
+def test_the_second_request_is_guessed_from_the_first_ones_output(tiny_model: Callable[..., Path]) -> None:
+    """And from no other tenant's; the tokens are the same in any case."""
+    options = EngineOptions(
+        model=str(tiny_model("llama")), kernels="torch", block_size=4, max_model_len=160, cpu_threads=1,
+        kv_cache_memory_bytes=400 * _token_bytes("float32"), enable_prefix_caching=False,
+        speculative_config='{"method": "suffix", "least_acceptance": 0, "prompt_lookup_min": 6}',
+    )  # fmt: skip
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+    prompt = tuple(random_prompt(12, seed=1).tolist())
+    engine, found = Engine(options), []
+    try:
+        for number, salt in enumerate(("a", "b", "a")):
+            request = EngineRequest(str(number), prompt, params, cache_salt=salt)
+            tokens, drafts, _ = run(engine, [request])
+            found.append(([token.token_id for token in tokens], sum(accepted for _, accepted in drafts)))
+    finally:
+        engine.close()
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert found[0][1] == found[1][1]
+    assert found[2][1] > found[0][1] + 15
 
 
 def _token_bytes(dtype: str) -> int:

@@ -83,10 +83,6 @@ REFUSED: dict[frozenset[str], str] = {
 """Pairs that cannot be, and why."""
 
 NOTES: dict[frozenset[str], str] = {
-    frozenset({"draft model", "structured output"}): "such a request gets no drafts, others in the batch do",
-    frozenset({"draft model", "n > 1"}): "no drafts before the choices have parted",
-    frozenset({"n-gram speculation", "structured output"}): "such a request gets no drafts, others in the batch do",
-    frozenset({"n-gram speculation", "n > 1"}): "no drafts before the choices have parted",
     frozenset(
         {"prefix caching", "log-probabilities"}
     ): "a prompt whose log-probabilities are asked for is computed anew",

@@ -120,8 +120,6 @@ def forget_the_device(engine: Engine) -> None:
 
 def prevented(pair: Pair, effect: str) -> bool:
     """What the notes in docs/features.md say."""
-    if effect == "drafts":
-        return pair.has("structured output")
     return effect in ("hits", "loads") and pair.has("log-probabilities")
 
 

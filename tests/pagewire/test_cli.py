@@ -55,7 +55,7 @@ def test_version_and_help() -> None:
         assert "Usage: pagewire" in done.stdout
 
 
-COMMANDS = ("up", "router", "prefill", "decode", "generate", "chat", "convert", "status", "explain-route")
+COMMANDS = ("up", "router", "prefill", "decode", "generate", "chat", "convert", "status", "explain-route", "adapter")
 
 
 @pytest.mark.parametrize("command", ["up", "prefill", "decode", "router"])

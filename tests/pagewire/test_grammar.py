@@ -72,7 +72,7 @@ def test_a_state_is_a_function_of_the_output(compiler: GrammarCompiler, tokenize
         assert (mask == along.allowed(token_ids[:end])).all()
         assert (mask == grammar.start().allowed(token_ids[:end])).all()
         assert mask[token_ids[end]]
-    with pytest.raises(GrammarError, match="left its grammar at token 0"):
+    with pytest.raises(GrammarError, match=r"left its grammar at token \d"):
         grammar.start().allowed([token_ids[0], *[token_ids[0]] * 9])
 
 

@@ -6,6 +6,7 @@ import threading
 import grpc
 import pytest
 
+from engine.lora.errors import AdapterLimit
 from engine.lora.store import AdapterStore
 from pagewire.v1 import admin_pb2, admin_pb2_grpc
 from tests.decode_svc.harness import until
@@ -90,3 +91,65 @@ async def test_a_slow_load_holds_up_no_transfer_and_is_told_also_when_nobody_wai
             await asyncio.gather(*loads, return_exceptions=True)
             await asyncio.wait_for(changed, WAIT)
         await until(lambda: len(worker.load().adapters) == 6)
+
+
+def failing(node, when):
+    """The worker's own load goes wrong in the second phase, or only looks so: it is done all the same."""
+    store = node.engine.adapters
+    real = store.load
+
+    def load(*arguments, check_only=False, **more):
+        if check_only:
+            return real(*arguments, check_only=True, **more)
+        if when == "after":
+            real(*arguments, **more)
+        raise AdapterLimit("no place is left")
+
+    store.load = load
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_half_made_load_is_taken_back(model, options, when):
+    """What it was to replace is there again, with the same generation: its KV still counts."""
+    async with fleet(model, ("p0", "d0"), options=options) as workers, operator(workers, model) as admin:
+        assert await load(admin, "same", 5) == 5
+        failing(workers["d0"], when)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await load(admin, "same", 7)
+        assert failed.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert failed.value.details() == (
+            "adapter 'style' was not loaded: worker d0 has failed (RESOURCE_EXHAUSTED: no place is left); "
+            f"it was taken back from: {'p0' if when == 'before' else 'd0, p0'}"
+        )
+        for name in ("p0", "d0"):
+            own = admin_pb2_grpc.AdminServiceStub(workers[name].channel)
+            assert await listed(own) == {(name, "style", 5)}
+        with pytest.raises(grpc.aio.AioRpcError, match="generation 7 of adapter 'style': was taken back"):
+            await load(admin_pb2_grpc.AdminServiceStub(workers["p0"].channel), "same", 7)
+        await until(
+            lambda: all(node.worker.load().adapters[0].label.generation == 5 for node in workers.nodes.values())
+        )
+
+
+async def test_a_worker_that_dies_in_the_middle_leaves_the_others_without_it(model, options):
+    async with fleet(model, ("p0", "d0"), options=options) as workers, operator(workers, model) as admin:
+        arrived, may_go_on, store = threading.Event(), threading.Event(), workers["d0"].engine.adapters
+        real = store.load
+
+        def hanging(*arguments, check_only=False, **more):
+            if not check_only:
+                arrived.set()
+                assert may_go_on.wait(WAIT)
+            return real(*arguments, check_only=check_only, **more)
+
+        store.load = hanging
+        loading = asyncio.ensure_future(load(admin, "same", 7))
+        await until(arrived.is_set)
+        p0 = workers["p0"].worker
+        await until(lambda: [each.label.generation for each in p0.load().adapters] == [7])
+        stopping = asyncio.ensure_future(workers["d0"].app.server.server.stop(None))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"worker d0 has failed .* taken back from: p0; no answer"):
+            await loading
+        assert [(each.label.generation, each.retired) for each in p0.load().adapters] == [(7, True)]
+        may_go_on.set()
+        await stopping

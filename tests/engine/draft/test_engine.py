@@ -17,9 +17,14 @@ from tests.engine.test_speculation import PARAMS, run
 from tests.tiny_models import make_tiny_model
 
 CHOICE = StructuredOutput("choice", choices=("abcdefg", "hijk"))
+REGEX = StructuredOutput("regex", "(ab[c-f]{3}gh, ){3,6}[0-9]+")
 WORK = PARAMS | {
     "hot": SamplingParams(temperature=1.2, seed=9, max_tokens=30, top_k=40, min_p=0.01, logprobs=1, ignore_eos=True),
     "structured": SamplingParams(temperature=0.8, seed=3, max_tokens=20, structured_output=CHOICE),
+    "regex": SamplingParams(temperature=0.0, max_tokens=40, structured_output=REGEX, logprobs=1),
+    "few": SamplingParams(
+        seed=4, max_tokens=25, ignore_eos=True, allowed_token_ids=(40, 41, 50, 60, 61), bad_words_token_ids=((40, 41),)
+    ),
 }
 BLOCK_BYTES = 3 * 2 * 2 * 4 * 16 * 2
 """Of a block of 4 tokens of the tiny Llama in bfloat16."""
@@ -42,7 +47,8 @@ def options_of(model: Path, kernels: str = "native" if cpu.available() else "tor
 
 def with_draft(options: EngineOptions, draft: Path, *, num_blocks: int = 43, **more: object) -> EngineOptions:
     """The same number of blocks for both models; the draft has as large ones."""
-    config = {"model": str(draft), "num_speculative_tokens": 5, "max_catch_up_tokens": 16} | more
+    config: dict[str, object] = {"num_speculative_tokens": 5, "max_catch_up_tokens": 16, "least_acceptance": 0}
+    config = {key: value for key, value in (config | {"model": str(draft)} | more).items() if value is not None}
     memory = {"kv_cache_memory_bytes": 2 * num_blocks * BLOCK_BYTES}
     return options.model_copy(update={"speculative_config": json.dumps(config)} | memory)
 
@@ -88,9 +94,7 @@ def test_tokens_and_logprobs_are_those_without_a_draft_model(model: Path, strang
 def test_the_draft_may_be_of_another_shape_dtype_and_quantization(model: Path, tiny_model: Callable[..., Path]) -> None:
     expected, _, _, _ = run_all(options_of(model))
     for draft, more in ((tiny_model("qwen3"), {"dtype": "float32"}), (model, {"quantization": "int8"})):
-        tokens, num_drafted, num_accepted, _ = run_all(
-            with_draft(options_of(model), draft, num_blocks=60, least_acceptance=0, **more)
-        )
+        tokens, num_drafted, num_accepted, _ = run_all(with_draft(options_of(model), draft, num_blocks=60, **more))
         assert tokens == expected
         assert num_drafted > 100
         assert num_accepted > 0.7 * num_drafted or draft != model
@@ -99,12 +103,12 @@ def test_the_draft_may_be_of_another_shape_dtype_and_quantization(model: Path, t
 def test_quantized_model_drafted_for_by_its_original(model: Path) -> None:
     options = options_of(model, quantization="w8a8")
     expected, _, _, _ = run_all(options)
-    tokens, num_drafted, num_accepted, _ = run_all(with_draft(options, model, least_acceptance=0))
+    tokens, num_drafted, num_accepted, _ = run_all(with_draft(options, model))
     assert tokens == expected
     assert num_drafted >= num_accepted > 0.5 * num_drafted
 
 
 def test_it_pauses_where_drafts_cost_more_than_they_bring(model: Path, stranger: Path) -> None:
-    """A draft as dear as the model itself is asked once for each sequence, and then in 32 steps again."""
-    _, num_drafted, num_accepted, _ = run_all(with_draft(options_of(model), stranger))
-    assert 0 < num_drafted - num_accepted < 100
+    """A draft as dear as the model itself is asked a few times at most."""
+    _, num_drafted, num_accepted, _ = run_all(with_draft(options_of(model), stranger, least_acceptance=None))
+    assert num_drafted - num_accepted < 40

@@ -1,0 +1,110 @@
+"""Which adapters were loaded at run time, from what workers tell, and who lacks them after a restart. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from pagewire.worker_view import AdapterLabel, AdapterView
+from router.cost import Process
+
+_MOST_GONE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A live worker process and the adapters that it tells of."""
+
+    process: Process
+    views: tuple[AdapterView, ...]
+
+
+class AdapterMemory:
+    """The newest load of each name, of those that some worker had and that nobody took away.
+
+    A worker process that no longer tells of a load that it had was told to unload it. A process that never had it has
+    started since, and lacks it. Loads of a worker's start (generation 0) are that worker's own affair.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: dict[str, AdapterView] = {}
+        self._gone: dict[AdapterLabel, None] = {}
+        self._had: dict[Process, frozenset[AdapterLabel]] = {}
+        self._paths: dict[tuple[str, AdapterLabel], str] = {}
+        """By worker id: a worker that starts anew has the same one."""
+        self._seen: dict[Process, tuple[AdapterView, ...]] = {}
+        self._settled: set[tuple[Process, AdapterLabel]] = set()
+        self.labels: Mapping[str, AdapterLabel] = {}
+        """By name."""
+
+    def wants(self, label: AdapterLabel) -> bool:
+        view = self._wanted.get(label.name)
+        return view is not None and view.label == label
+
+    def observe(self, told: Iterable[Told]) -> dict[Process, list[AdapterView]]:
+        """What each process lacks. `told` are all that are alive."""
+        views = {each.process: each.views for each in told}
+        if any(self._seen.get(process) is not each for process, each in views.items()) or len(views) != len(self._seen):
+            self._note(views)
+        return {
+            process: lacking
+            for process in views
+            if (
+                lacking := [
+                    self._as_it_was(process, v) for v in self._wanted.values() if not self._has(process, v.label)
+                ]
+            )
+        }
+
+    def settle(self, process: Process, label: AdapterLabel) -> None:
+        """It was given the load, or can't take it: not to be tried again."""
+        self._settled.add((process, label))
+
+    def forget(self, name: str) -> bool:
+        """The name is unloaded; False if nothing was known of it."""
+        view = self._wanted.pop(name, None)
+        if view is not None:
+            self._bury(view.label)
+            self._list()
+        return view is not None
+
+    def _has(self, process: Process, label: AdapterLabel) -> bool:
+        return label in self._had[process] or (process, label) in self._settled
+
+    def _as_it_was(self, process: Process, view: AdapterView) -> AdapterView:
+        """With the path that this worker had it from: workers may have different roots."""
+        return replace(view, path=self._paths.get((process[0], view.label), view.path))
+
+    def _note(self, views: dict[Process, tuple[AdapterView, ...]]) -> None:
+        here: dict[AdapterLabel, AdapterView] = {}
+        for process, told in views.items():
+            now = {view.label: view for view in told if view.label.generation and not view.retired}
+            here |= now
+            self._paths |= {(process[0], label): view.path for label, view in now.items()}
+            had = self._had.get(process)
+            for label in (had or frozenset()) - now.keys():
+                self._bury(label)
+            if had is not None:  # somebody has loaded it now, and not again only
+                for label in now.keys() - had:
+                    if (process, label) not in self._settled:
+                        self._gone.pop(label, None)
+            self._had[process] = frozenset(now)
+        for label, view in here.items():
+            known = self._wanted.get(label.name)
+            if label not in self._gone and (known is None or known.label.generation < label.generation):
+                self._wanted[label.name] = view
+        self._wanted = {name: view for name, view in self._wanted.items() if view.label not in self._gone}
+        for label, view in here.items():  # what a load that was taken back had replaced
+            if label not in self._gone:
+                self._wanted.setdefault(label.name, view)
+        self._list()
+        self._paths = {(worker, label): path for (worker, label), path in self._paths.items() if self.wants(label)}
+        self._had = {process: had for process, had in self._had.items() if process in views}
+        self._settled = {each for each in self._settled if each[0] in views}
+        self._seen = dict(views)
+
+    def _list(self) -> None:
+        self.labels = {name: view.label for name, view in self._wanted.items()}
+
+    def _bury(self, label: AdapterLabel) -> None:
+        self._gone[label] = None
+        while len(self._gone) > _MOST_GONE:
+            del self._gone[next(iter(self._gone))]

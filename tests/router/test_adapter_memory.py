@@ -1,0 +1,81 @@
+"""What a router remembers of adapters: who has started since gets them, what was unloaded stays so."""
+
+from dataclasses import replace
+
+from pagewire.worker_view import AdapterLabel, AdapterView
+from router.adapter_memory import AdapterMemory, Told
+
+P, D, D_AGAIN = ("p", 1), ("d", 1), ("d", 2)
+
+
+def view(name: str, generation: int, *, retired: bool = False) -> AdapterView:
+    return AdapterView(AdapterLabel(name, b"%d" % generation, generation), 4, f"/{name}", 0, False, retired)
+
+
+A, B, NEWER = view("a", 5), view("b", 6), view("a", 9)
+
+
+def told(**views: tuple[AdapterView, ...]) -> list[Told]:
+    names = {"p": P, "d": D, "again": D_AGAIN}
+    return [Told(names[name], tuple(replace(each) for each in own)) for name, own in views.items()]
+
+
+def test_a_new_process_lacks_what_others_have() -> None:
+    memory = AdapterMemory()
+    assert memory.observe(told(p=(A, B), d=(A, B))) == {}
+    assert memory.observe(told(p=(A, B), again=())) == {D_AGAIN: [A, B]}
+    assert memory.observe(told(p=(A, B), again=(B,))) == {D_AGAIN: [A]}
+    assert memory.observe(told(p=(A, B), again=(A, B))) == {}
+    assert memory.labels == {"a": A.label, "b": B.label}
+
+
+def test_nobody_is_left_for_a_while() -> None:
+    memory = AdapterMemory()
+    memory.observe(told(d=(A,)))
+    assert memory.observe([]) == {}
+    assert memory.observe(told(again=())) == {D_AGAIN: [A]}
+
+
+def test_what_was_unloaded_does_not_come_back() -> None:
+    """Seen at the workers, by another router's order, or ordered here."""
+    for is_ordered_here in (False, True):
+        memory = AdapterMemory()
+        memory.observe(told(p=(A, B), d=(A, B)))
+        if is_ordered_here:
+            assert memory.forget("a")
+            assert not memory.forget("a")
+        else:
+            memory.observe(told(p=(B, replace(A, retired=True)), d=(A, B)))
+        assert memory.observe(told(p=(B,), again=(), d=(A, B))) == {D_AGAIN: [B]}
+        assert not memory.wants(A.label)
+        memory.observe(told(p=(B,), again=(B,)))
+        memory.observe(told(p=(A, B), again=(B,)))
+        assert memory.wants(A.label), "the same load, ordered anew"
+
+
+def test_a_newer_load_counts_and_one_taken_back_does_not() -> None:
+    memory = AdapterMemory()
+    memory.observe(told(p=(A,), d=(A,)))
+    assert memory.observe(told(p=(NEWER,), d=(A,))) == {D: [NEWER]}
+    assert memory.observe(told(p=(NEWER,), d=(NEWER,))) == {}
+    memory.observe(told(p=(A,), d=(A,)))
+    assert memory.labels == {"a": A.label}
+    assert memory.observe(told(p=(A,), again=())) == {D_AGAIN: [A]}
+
+
+def test_a_workers_own_and_what_it_cannot_take() -> None:
+    memory = AdapterMemory()
+    assert memory.observe(told(p=(view("own", 0),), d=())) == {}
+    assert memory.observe(told(p=(A,), again=())) == {D_AGAIN: [A]}
+    memory.settle(D_AGAIN, A.label)
+    assert memory.observe(told(p=(A,), again=())) == {}
+    assert memory.observe(told(p=(A,), d=())) == {D: [A]}, "another process is asked again"
+
+
+def test_each_worker_reads_it_where_it_did_before() -> None:
+    memory = AdapterMemory()
+    elsewhere = replace(A, path="/mnt/a")
+    memory.observe(told(p=(A,), d=(elsewhere,)))
+    assert memory.observe(told(p=(A,), again=())) == {D_AGAIN: [elsewhere]}
+    (lacking,) = memory.observe([Told(("new", 1), ()), *told(p=(A,), again=(elsewhere,))]).values()
+    assert [view.label for view in lacking] == [A.label]
