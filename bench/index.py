@@ -1,17 +1,20 @@
 """Times the prefix index: lookups from memory and from Redis, events into a router, memory; beside two other layouts.
 
-    .venv/bin/python bench/index.py --quick                     under a minute, prints a table
+    .venv/bin/python bench/index.py --quick                     a minute or two, prints a table
     .venv/bin/python bench/index.py --out FILE                  the full size, and a CSV
     .venv/bin/python bench/index.py --server redis-server       another server than the embedded Valkey
 
 Prompts have 512 blocks: 128 that a customer's prompts share, the rest a conversation's own. Each worker holds whole
 conversations and the beginnings of others. Layouts on the same server, holding the same blocks:
 
-    set per worker   pagewire's: a set of block keys a worker, bisected on the server by a script
+    set per worker   pagewire's: a set of block keys a worker, searched on the server by a script, which begins where
+                     the router's view says; with an empty view it bisects
     hash per block   a hash of holders a block; 512 pipelined HKEYS, walked by the client
     Lua walk         the same hashes, walked on the server from the first block until nobody is left
 
 `mixed` looks up such prompts, `cold` ones that nobody has, `ragged` the worst case: every worker has another depth.
+An event of n blocks stores n and removes n, as a full worker's do. "of CPU": per second of the router's own; a lookup's
+"CPU" is of both processes, on the mean: what a busy machine cannot change.
 """
 
 import argparse
@@ -23,7 +26,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,32 +35,17 @@ import redis.asyncio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.index_world import LUA_WALK, PROMPT_BLOCKS, World, fresh, make_chain
 from bench.machine import describe
 from kvstore.embedded_valkey import EmbeddedValkey
 from kvstore.index_view import IndexView
 from kvstore.memory_index import MemoryIndex
 from kvstore.redis_index import RedisIndex
 from kvstore.redis_keys import BlockEvent, RedisKeys
+from kvstore.redis_lookup import DirectLookup
 from kvstore.registry import WorkerRecord
 
-PROMPT_BLOCKS, SHARED_BLOCKS = 512, 128
 INCARNATION = 7
-
-LUA_WALK = """
-local alive, left, depths = {}, #ARGV, {}
-for w = 1, #ARGV do alive[ARGV[w]] = true; depths[ARGV[w]] = 0 end
-for k = 1, #KEYS do
-  local held = {}
-  for _, name in ipairs(redis.call('HKEYS', KEYS[k])) do held[name] = true end
-  for name in pairs(alive) do
-    if held[name] then depths[name] = k else alive[name] = nil; left = left - 1 end
-  end
-  if left == 0 then break end
-end
-local answer = {}
-for w = 1, #ARGV do answer[w] = depths[ARGV[w]] end
-return answer
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,53 +59,15 @@ class Point:
     unit: str
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """What `num_workers` hold: by worker, keys in prompt order; and prompts to look up, by kind."""
-
-    worker_ids: list[str]
-    held: dict[str, list[bytes]]
-    prompts: dict[str, list[list[bytes]]]
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(map(len, self.held.values()))
-
-    @classmethod
-    def make(cls, num_workers: int, blocks_per_worker: int, rng: Random) -> "World":
-        worker_ids = [f"worker-{number}" for number in range(num_workers)]
-        groups = [_chain(SHARED_BLOCKS) for _ in range(max(4, num_workers // 2))]
-        own = {worker_id: dict[bytes, None]() for worker_id in worker_ids}
-        mixed: list[list[bytes]] = []
-        for holder in own.values():
-            while len(holder) < blocks_per_worker:
-                if mixed and rng.random() < 0.3:  # the beginning of somebody else's
-                    prompt = rng.choice(mixed)
-                    holder |= dict.fromkeys(prompt[: rng.randint(1, PROMPT_BLOCKS)])
-                else:
-                    prompt = rng.choice(groups) + _chain(PROMPT_BLOCKS - SHARED_BLOCKS)
-                    mixed.append(prompt)
-                    holder |= dict.fromkeys(prompt)
-        ragged = [_chain(PROMPT_BLOCKS) for _ in range(4 if num_workers <= 64 else 1)]
-        for prompt in ragged:
-            for holder in own.values():
-                holder |= dict.fromkeys(prompt[: rng.randint(1, PROMPT_BLOCKS)])
-        prompts = {"mixed": rng.sample(mixed, min(200, len(mixed))), "cold": [_chain(PROMPT_BLOCKS)], "ragged": ragged}
-        return cls(worker_ids, {name: list(keys) for name, keys in own.items()}, prompts)
-
-
-def _chain(length: int) -> list[bytes]:
-    return [os.urandom(16) for _ in range(length)]
+def _seq(index: RedisIndex, worker_id: str) -> int:
+    """How far into the worker's events the router is."""
+    position = index.position(worker_id)
+    return -1 if position is None else position[2]
 
 
 def percentiles(seconds: list[float]) -> tuple[float, float]:
     seconds.sort()
     return seconds[len(seconds) // 2], seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)]
-
-
-def fresh(prompt: Sequence[bytes]) -> list[bytes]:
-    """As a request brings them: equal to what is held, but other objects, whose hashes are not known yet."""
-    return [bytes(bytearray(key)) for key in prompt]
 
 
 class Bench:
@@ -149,15 +99,26 @@ class Bench:
         tracemalloc.stop()
         yield self.point("memory", "bytes per block held", size / self.world.num_blocks, 0, "B")
         del held
-        for kind in self.world.prompts:
-            seconds = []
-            for prompt in self.lookups(kind):
+        yield from self.memory_lookups(index)
+
+    def memory_lookups(self, index: MemoryIndex) -> Iterator[Point]:
+        """`ragged` again (the depths that the last lookup found), one worker further each time, and never seen."""
+        kinds = [(kind, "") for kind in self.world.prompts] + [("ragged", ", one moved"), ("ragged", ", first time")]
+        for kind, how in kinds:
+            seconds: list[float] = []
+            for number, prompt in enumerate(self.lookups(kind)):
                 keys = fresh(prompt)
+                worker_id = self.world.worker_ids[number % len(self.world.worker_ids)]
+                if how == ", one moved":
+                    depth = index.lookup(keys)[worker_id]
+                    index.store(worker_id, keys[depth : depth + 1])
+                elif how == ", first time":
+                    index.forget_chains()
                 start = time.perf_counter()
                 index.lookup(keys)
                 seconds.append(time.perf_counter() - start)
             p50, p99 = percentiles(seconds)
-            yield self.point("memory", f"lookup {kind}", 1e6 * p50, 1e6 * p99, "us")
+            yield self.point("memory", f"lookup {kind}{how}", 1e6 * p50, 1e6 * p99, "us")
 
     def lookups(self, kind: str) -> Iterator[list[bytes]]:
         prompts = self.world.prompts[kind]
@@ -167,14 +128,15 @@ class Bench:
     # --- Redis ---
 
     async def timed(
-        self, layout: str, lookup: Callable[[Sequence[bytes]], Awaitable[dict[str, int] | None]]
+        self, layout: str, client: Any, lookup: Callable[[Sequence[bytes]], Awaitable[dict[str, int] | None]]
     ) -> list[Point]:
-        """Latency of a lookup; the first of each kind must agree with what is held."""
+        """Latency of a lookup, and its CPU time on both sides; the first of each kind must agree with what is held."""
         points = []
         for kind in self.world.prompts:
             check = self.world.prompts[kind][0]
             assert await lookup(check) == self.expected(check), f"{layout} is wrong"
             seconds: list[float] = []
+            cpu = -time.process_time() - await server_cpu(client)
             for prompt in self.lookups(kind):
                 if len(seconds) > 3 and sum(seconds) > self.seconds:
                     break
@@ -182,8 +144,10 @@ class Bench:
                 found = await lookup(prompt)
                 seconds.append(time.perf_counter() - start)
                 assert found is not None, "the direct lookup ran out of its budget"
+            cpu += time.process_time() + await server_cpu(client)
             p50, p99 = percentiles(seconds)
             points.append(self.point(layout, f"lookup {kind}", 1e6 * p50, 1e6 * p99, "us"))
+            points.append(self.point(layout, f"lookup {kind}, CPU", 1e6 * cpu / len(seconds), 0, "us"))
         return points
 
     def expected(self, prompt: Sequence[bytes]) -> dict[str, int]:
@@ -209,7 +173,13 @@ class Bench:
         start = time.perf_counter()
         await index.quiesce(300)
         points.append(self.point("set per worker", "router start", time.perf_counter() - start, 0, "s"))
-        points += await self.timed("set per worker", index.lookup_direct)
+        points += await self.timed("set per worker", client, index.lookup_direct)
+        direct, nothing = DirectLookup(10.0), dict[str, int]()
+
+        async def blind(prompt: Sequence[bytes]) -> dict[str, int] | None:
+            return await direct.lookup(client, self.names, prompt, self.world.worker_ids, nothing)
+
+        points += await self.timed("set per worker, empty view", client, blind)
         points += await self.events(index, client)
         await index.stop()
         return points
@@ -231,10 +201,11 @@ class Bench:
             for worker_id, record in index.workers().items():
                 view.expect_read([worker_id])
                 view.begin_snapshot(record)
-                view.finish_read(worker_id, record, (0, 1))
+                view.finish_read(worker_id, replace(record, seq=_seq(index, worker_id)), (0, 1))
             start = time.perf_counter()
             for number, event in enumerate(events, 1):
                 view.apply((1, number), event)
+            assert not view.is_reading, "an event was not taken"
             name = f"apply events of {blocks_per_event}"
             points.append(self.point("memory", name, num_blocks / (time.perf_counter() - start), 0, "blocks/s"))
             # One piece on the wire, so that the router finds a backlog and writing it is not what is measured.
@@ -244,24 +215,26 @@ class Bench:
                 for worker_id, seq in self.seqs.items():
                     pipe.hset(self.names.worker(worker_id), "seq", seq)
                 await pipe.execute()
-            start, reads = time.perf_counter(), index.num_reads
+            clocks = (time.perf_counter, time.process_time)  # the server is another process
+            started, reads = [now() for now in clocks], index.num_reads
             async with asyncio.timeout(60):
-                while any(record.seq < self.seqs[each] for each, record in index.workers().items()):  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
+                while any(_seq(index, each) < seq for each, seq in self.seqs.items()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
             name = f"events of {blocks_per_event} into a router"
-            rate = num_blocks / (time.perf_counter() - start)
+            rates = [num_blocks / (now() - then) for now, then in zip(clocks, started, strict=True)]
             assert index.num_reads == reads, "an event was lost"
-            points.append(self.point("set per worker", name, rate, 0, "blocks/s"))
+            points.append(self.point("set per worker", name, rates[0], 0, "blocks/s"))
+            points.append(self.point("set per worker", f"{name}, of CPU", rates[1], 0, "blocks/s"))
         return points
 
     def some_events(self, num_events: int, size: int, index: RedisIndex) -> Iterator[BlockEvent]:
         """As steps bring them: every worker in turn stores some blocks and, being full, evicts as many."""
-        self.seqs = {worker_id: record.seq for worker_id, record in index.workers().items()}
+        self.seqs = {worker_id: _seq(index, worker_id) for worker_id in index.workers()}
         last: dict[str, list[bytes]] = {}
         for number in range(num_events):
             worker_id = self.world.worker_ids[number % len(self.world.worker_ids)]
             self.seqs[worker_id] += 1
-            stored = _chain(size)
+            stored = make_chain(size)
             removed, last[worker_id] = last.get(worker_id, ()), stored
             yield BlockEvent(
                 worker_id, INCARNATION, 1, self.seqs[worker_id], stored=tuple(stored), removed=tuple(removed)
@@ -297,11 +270,18 @@ class Bench:
             found = await script(keys=[prefix + key for key in prompt], args=worker_ids)
             return dict(zip(worker_ids, found, strict=True))
 
-        return points + await self.timed("hash per block", hkeys) + await self.timed("Lua walk", lua_walk)
+        points += await self.timed("hash per block", client, hkeys)
+        return points + await self.timed("Lua walk", client, lua_walk)
 
 
 async def used_memory(client: Any) -> float:
     return float((await client.info("memory"))["used_memory"])
+
+
+async def server_cpu(client: Any) -> float:
+    """Seconds that the server has computed so far."""
+    info = await client.info("cpu")
+    return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
 
 async def measure(
@@ -321,7 +301,7 @@ async def measure(
             server.stop()
         for each in here:
             tail = f"{each.p99:>12.1f}" if each.p99 else f"{'':>12}"
-            row = f"{each.workers:>7}{each.blocks:>9}  {each.layout:<16}{each.what:<30}{each.p50:>12.1f}{tail}"
+            row = f"{each.workers:>7}{each.blocks:>9}  {each.layout:<27}{each.what:<36}{each.p50:>12.1f}{tail}"
             print(f"{row} {each.unit}", flush=True)
         points += here
     return points
@@ -329,15 +309,15 @@ async def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser.add_argument("--quick", action="store_true", help="a minute or two")
     parser.add_argument("--out", type=Path, help="write a CSV")
     parser.add_argument("--server", default="valkey", help="valkey (embedded) or a program such as redis-server")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64, 512])
     options = parser.parse_args()
     machine = describe()
     print(", ".join(f"{name} {value}" for name, value in machine.items()) + f", server {options.server}")
-    print(f"{'workers':>7}{'blocks':>9}  {'layout':<16}{'what':<30}{'p50 or rate':>12}{'p99':>12}")
-    size = (20_000, 400, 0.4) if options.quick else (1_000_000, 4000, 5.0)
+    print(f"{'workers':>7}{'blocks':>9}  {'layout':<27}{'what':<36}{'p50 or rate':>12}{'p99':>12}")
+    size = (20_000, 400, 1.0) if options.quick else (1_000_000, 4000, 5.0)
     points = asyncio.run(measure(options.workers, *size, options.server))
     if options.out:
         with options.out.open("w", newline="") as file:

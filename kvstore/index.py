@@ -23,7 +23,10 @@ class PrefixIndex(Protocol):
         ...
 
     def workers(self) -> Mapping[str, WorkerRecord]:
-        """Who is registered, by worker id. A worker that deregistered or lost its lease is not in it."""
+        """Who is registered, by worker id. A worker that deregistered or lost its lease is not in it.
+
+        A record's position is that of the last full read; events since then are in the holdings alone.
+        """
         ...
 
     def lookup(self, keys: Sequence[bytes], worker_ids: Sequence[str] | None = None) -> dict[str, int]:

@@ -31,6 +31,7 @@ class IndexView:
         self.lower: dict[str, MemoryIndex] = {tier: MemoryIndex() for tier in LOWER_TIERS}
         self.num_reads = 0  # workers read so far, the first time included
         self.version = 0  # grows whenever who is registered, or as what, changes
+        self._at: dict[str, Position] = {}  # how far into each registered worker's history the view is
         self._as_of: dict[str, EventId] = {}
         self._waiting: dict[str, list[tuple[EventId, BlockEvent]]] = {}
         self._suspects: dict[str, tuple[Position, Position]] = {}
@@ -39,6 +40,10 @@ class IndexView:
     def is_reading(self) -> bool:
         """True while some worker waits to be read again."""
         return bool(self._waiting)
+
+    def position(self, worker_id: str) -> Position | None:
+        """How far into the worker's history the view is; None if it is not registered."""
+        return self._at.get(worker_id)
 
     def restart(self) -> None:
         """The stream is another one, or was not followed for a while: event ids known so far mean nothing."""
@@ -54,12 +59,20 @@ class IndexView:
             waiting.append((event_id, event))
             del waiting[:-_MAX_WAITING]
             return []
-        record = self.memory.workers().get(worker_id)
-        if record is None:
+        at = self._at.get(worker_id)
+        if at is None:
             return self.expect_read([worker_id]) if event.kind != "deregistered" else []
         if event_id <= self._as_of.get(worker_id, START):
             return []
-        incarnation, generation, seq = record.position
+        if event.kind == "changed" and event[1:4] == (at[0], at[1], at[2] + 1):  # nearly always
+            self._change(event)
+            self._at[worker_id] = event[1:4]
+            return []
+        return self._take_turn(event, at)
+
+    def _take_turn(self, event: BlockEvent, at: Position) -> list[str]:
+        """An event that is not the next change of a life that goes on."""
+        worker_id, (incarnation, generation, seq) = event.worker_id, at
         if event.incarnation != incarnation:
             for memory in self._memories():  # what an older incarnation said is void
                 memory.clear(worker_id)
@@ -75,7 +88,7 @@ class IndexView:
             for memory in self._memories():
                 memory.clear(worker_id)
         self._change(event)
-        self.memory.advance(worker_id, event.generation, event.seq)
+        self._at[worker_id] = event.position
         return []
 
     def _change(self, event: BlockEvent) -> None:
@@ -84,8 +97,10 @@ class IndexView:
             return  # a tier that this version doesn't know
         if event.cleared:
             memory.clear(event.worker_id)
-        memory.remove(event.worker_id, event.removed)
-        memory.store(event.worker_id, event.stored)
+        if event.removed:
+            memory.remove(event.worker_id, event.removed)
+        if event.stored:
+            memory.store(event.worker_id, event.stored)
 
     def _memories(self) -> tuple[MemoryIndex, ...]:
         return self.memory, *self.lower.values()
@@ -100,13 +115,14 @@ class IndexView:
     def begin_snapshot(self, record: WorkerRecord) -> None:
         """Redis has this record; its blocks are to be put into `memory` and `lower` next, in pieces.
 
-        Until `finish_read` the record has no position, so that a read that is broken off is noticed.
+        Until `finish_read` the view is nowhere in its history, so that a read that is broken off is noticed.
         """
         known = self.memory.workers().get(record.worker_id)
         if known is None or replace(known, generation=0, seq=0) != replace(record, generation=0, seq=0):
             self.version += 1
+        self._at[record.worker_id] = (record.incarnation, 0, -1)
         for memory in self._memories():
-            memory.register(replace(record, generation=0, seq=-1))
+            memory.register(record)
 
     def finish_read(self, worker_id: str, record: WorkerRecord | None, as_of: EventId) -> list[str]:
         """The worker is as it was when `as_of` was the stream's last id; `record` None: Redis does not have it."""
@@ -116,7 +132,7 @@ class IndexView:
         if record is None:
             self._forget(worker_id)
         else:
-            self.memory.advance(worker_id, record.generation, record.seq)
+            self._at[worker_id] = record.position
             self._as_of[worker_id] = as_of
         for index, (event_id, event) in enumerate(waiting):
             if again := self.apply(event_id, event):
@@ -135,17 +151,17 @@ class IndexView:
         for worker_id, position in positions.items():
             if worker_id in self._waiting:
                 continue
-            record = self.memory.workers().get(worker_id)
-            if record is None:
+            at = self._at.get(worker_id)
+            if at is None:
                 stuck.append(worker_id)
                 continue
             suspicion = self._suspects.pop(worker_id, None)
-            if record.position == position:
+            if at == position:
                 continue
-            if suspicion is not None and not _has_caught_up(record.position, *suspicion):
+            if suspicion is not None and not _has_caught_up(at, *suspicion):
                 stuck.append(worker_id)
             else:
-                self._suspects[worker_id] = (position, record.position)
+                self._suspects[worker_id] = (position, at)
         return self.expect_read(stuck)
 
     def _forget(self, worker_id: str) -> None:
@@ -153,6 +169,7 @@ class IndexView:
             self.version += 1
             for memory in self._memories():
                 memory.unregister(worker_id)
+        self._at.pop(worker_id, None)
         self._as_of.pop(worker_id, None)
         self._suspects.pop(worker_id, None)
 

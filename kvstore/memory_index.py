@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from itertools import repeat
 from operator import or_
@@ -10,6 +9,7 @@ from types import MappingProxyType
 
 from kvstore.events import CacheEvent
 from kvstore.index import IndexState
+from kvstore.known_depths import Groups, KnownDepths, Range
 from kvstore.redis_keys import INDEX_KEY_BYTES, index_keys
 from kvstore.registry import WorkerRecord
 
@@ -24,8 +24,9 @@ class MemoryIndex:
         holders  abc  abc  ab   a     ->    depths c 2, b 3, a 4
 
     So it takes log2(keys) dictionary lookups for each *different* depth, and one if nobody has anything: dictionary
-    lookups are what costs (each is a few cache misses once the index is large), not workers. While a large snapshot is
-    arriving a depth may be too small, never too large: whoever has a key had all that come before it.
+    lookups are what costs (each is a few cache misses once the index is large), not workers. Where many depths differ,
+    the next lookup begins with where the last one ended (`kvstore/known_depths.py`). While a large snapshot is arriving
+    a depth may be too small, never too large: whoever has a key had all that come before it.
 
     Clearing a worker gives it a fresh bit and leaves the old one in the table, where no lookup asks for it; later
     changes sweep it up piece by piece. (65536 blocks at once would stop the event loop for 50 ms and more.)
@@ -36,6 +37,8 @@ class MemoryIndex:
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._owned = 0  # all bits that have an owner
+        self._num_owners = 0  # so far; grows whenever a bit gets another one
+        self._known = KnownDepths()
         self._blocks: dict[str, set[bytes]] = {}
         self._holders: dict[bytes, int] = {}
         self._garbage: deque[tuple[int, set[bytes]]] = deque()  # bits that nobody owns, and the keys that have them
@@ -67,14 +70,33 @@ class MemoryIndex:
             worker_ids, wanted = list(self._bits), self._owned
         else:
             wanted = reduce(or_, map(self._bits.get, worker_ids, repeat(0)), 0)
-        groups = self._groups(keys, wanted)
-        usual = max(groups, key=lambda group: group[1].bit_count())
-        depths = dict.fromkeys(worker_ids, usual[0])
-        for group in groups:
-            if group is not usual:
-                self._set_depth(depths, *group)
+        if not keys or not wanted:
+            return dict.fromkeys(worker_ids, 0)
+        if len(keys[0]) != INDEX_KEY_BYTES:
+            keys = index_keys(keys)
+        first = self._holders.get(keys[0], 0) & wanted
+        if not first:
+            return dict.fromkeys(worker_ids, 0)
+        asked = (self._num_owners, worker_ids)
+        groups: Groups = []
+        ranges = [(1, len(keys), first)]
+        known = self._known.find(keys)
+        masks = known.look(self._holders, keys) if known is not None else ()
+        if known is not None and masks:
+            if (answer := known.answer(masks, len(keys), asked)) is not None:
+                return answer
+            groups, ranges = known.narrow(masks, len(keys), first)
+        num_certain, is_certain = len(groups), not ranges
+        self._search(keys, ranges, groups)
+        if wanted != first:
+            groups.append((0, wanted ^ first))
+        depths = self._depths(worker_ids, groups)
         if wanted.bit_count() != len(depths):
             depths |= dict.fromkeys(depths.keys() - self._bits.keys(), 0)
+        if known is not None and is_certain:
+            known.keep(masks, len(keys), asked, depths)
+        else:
+            self._known.learn(keys, groups, num_certain)
         return depths
 
     def lookup_lower(
@@ -82,34 +104,44 @@ class MemoryIndex:
     ) -> Mapping[str, dict[str, int]]:
         return {}  # one tier is all that it knows
 
-    def _groups(self, keys: Sequence[bytes], wanted: int) -> list[tuple[int, int]]:
-        """(depth, bits of the workers that hold so many leading keys)."""
-        if not keys or not wanted:
-            return [(0, wanted)]
+    def _search(self, keys: Sequence[bytes], ranges: list[Range], groups: Groups) -> None:
+        """Bisects until each range is one depth, and appends those."""
         holders = self._holders
-        first = holders.get(keys[0][:INDEX_KEY_BYTES], 0) & wanted
-        groups = [(0, wanted ^ first)]
-        to_split = [(1, len(keys), first)] if first else []  # bits whose depth is in low … high
-        while to_split:
-            low, high, bits = to_split.pop()
+        while ranges:
+            low, high, bits = ranges.pop()
             while low < high:
                 middle = (low + high + 1) >> 1
-                deeper = holders.get(keys[middle - 1][:INDEX_KEY_BYTES], 0) & bits
+                deeper = holders.get(keys[middle - 1], 0) & bits
                 if deeper == bits:
                     low = middle
                 elif not deeper:
                     high = middle - 1
                 else:
-                    to_split.append((low, middle - 1, bits ^ deeper))
+                    ranges.append((low, middle - 1, bits ^ deeper))
                     low, bits = middle, deeper
             groups.append((low, bits))
-        return groups
 
-    def _set_depth(self, depths: dict[str, int], depth: int, bits: int) -> None:
-        while bits:
-            bit = bits & -bits
-            depths[self._names[bit]] = depth
-            bits ^= bit
+    def _depths(self, worker_ids: Sequence[str], groups: Groups) -> dict[str, int]:
+        """By worker id; the largest group costs nothing."""
+        sizes = [bits.bit_count() for _, bits in groups]
+        usual = sizes.index(max(sizes))
+        depths = dict.fromkeys(worker_ids, groups[usual][0])
+        for number, (depth, bits) in enumerate(groups):
+            if number == usual:
+                continue
+            name = self._names.get(bits)
+            if name is not None:
+                depths[name] = depth
+                continue
+            while bits:
+                bit = bits & -bits
+                depths[self._names[bit]] = depth
+                bits ^= bit
+        return depths
+
+    def forget_chains(self) -> None:
+        """Lookups begin anew, without what the last ones found; nothing else changes."""
+        self._known = KnownDepths()
 
     async def start(self) -> None:
         """Nothing to follow."""
@@ -142,10 +174,6 @@ class MemoryIndex:
             self._owned ^= bit
             del self._blocks[worker_id]
             del self._records[worker_id]
-
-    def advance(self, worker_id: str, generation: int, seq: int) -> None:
-        """Notes how far into the worker's history the view is."""
-        self._records[worker_id] = replace(self._records[worker_id], generation=generation, seq=seq)
 
     def store(self, worker_id: str, keys: Iterable[bytes]) -> None:
         """The worker now holds these 16-byte keys too."""
@@ -186,6 +214,7 @@ class MemoryIndex:
         self._bits[worker_id] = bit
         self._names[bit] = worker_id
         self._owned |= bit
+        self._num_owners += 1
 
     def _sweep(self, num_changed: int) -> None:
         """Twice as many keys as were changed, and some: garbage never grows for long."""

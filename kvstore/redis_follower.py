@@ -18,8 +18,10 @@ from kvstore.registry import WorkerRecord
 
 logger = logging.getLogger(__name__)
 
-_EVENTS_PER_READ = 64
-_KEYS_PER_TURN = 1024  # a millisecond of the event loop, then others run
+_MIN_EVENTS_PER_READ, _MAX_EVENTS_PER_READ = 64, 512  # a read costs as much as 20 small events
+_KEYS_PER_READ = 4096
+_KEYS_PER_TURN = 1024  # less than a millisecond of the event loop, then others run
+_KEYS_PER_EVENT = 16  # an event costs as much as so many keys
 _BLOCK_SECONDS = 1.0
 _BLOCKS_PER_PIECE = 1024  # 10 ms of an event loop
 
@@ -92,33 +94,39 @@ class IndexFollower:
             self._cursor >= last_event
             and not self._view.is_reading
             and workers.keys() <= positions.keys()
-            and all(_has_reached(workers.get(worker_id), position) for worker_id, position in positions.items())
+            and all(_has_reached(self._view.position(worker_id), position) for worker_id, position in positions.items())
         )
 
     async def _follow(self, stream: Redis) -> None:
-        names = self._names
-        num_keys = 0
+        names, view = self._names, self._view
+        count, num_keys = _MIN_EVENTS_PER_READ, 0
         while True:
             cursor = self._cursor
             since = f"{cursor[0]}-{cursor[1]}"
-            reply = await result(
-                stream.xread({names.events: since}, count=_EVENTS_PER_READ, block=int(_BLOCK_SECONDS * 1000))
-            )
-            for event_id, fields in reply[0][1] if reply else ():
+            reply = await result(stream.xread({names.events: since}, count=count, block=int(_BLOCK_SECONDS * 1000)))
+            if not reply:
+                continue
+            entries = reply[0][1]
+            num_keys_read = 0
+            for event_id, fields in entries:
                 cursor = _parse_id(event_id)
                 try:
                     event = BlockEvent.from_fields(fields)
                 except ValueError as error:
                     logger.warning("skipped entry %s of %s: %s", event_id.decode(), names.events, error)
                     continue
-                self._ask_for(self._view.apply(cursor, event))
-                num_keys += len(event.removed) + len(event.stored) + 32  # an event costs as much as so many keys
+                if again := view.apply(cursor, event):
+                    self._ask_for(again)
+                num_keys_read += len(event.removed) + len(event.stored)
+                num_keys += len(event.removed) + len(event.stored) + _KEYS_PER_EVENT
                 if num_keys >= _KEYS_PER_TURN:
                     num_keys = 0
                     await asyncio.sleep(0)
-            if reply:
-                self._cursor = cursor
-                self._on_advance()
+            self._cursor = cursor
+            self._on_advance()
+            # A backlog of small events is read in larger pieces; of large ones a piece stays about a megabyte.
+            is_backlog = len(entries) == count and num_keys_read < _KEYS_PER_READ
+            count = min(2 * count, _MAX_EVENTS_PER_READ) if is_backlog else _MIN_EVENTS_PER_READ
 
     async def _poll_on(self, redis: Redis) -> None:
         while True:
@@ -213,8 +221,8 @@ class IndexFollower:
                 return
 
 
-def _has_reached(record: WorkerRecord | None, position: Position) -> bool:
-    return record is not None and record.incarnation == position[0] and record.position >= position
+def _has_reached(at: Position | None, position: Position) -> bool:
+    return at is not None and at[0] == position[0] and at >= position
 
 
 def _parse_id(event_id: bytes) -> EventId:

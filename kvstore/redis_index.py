@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from kvstore.background import end_tasks, until_first_ends, within
 from kvstore.index import IndexState
-from kvstore.index_view import IndexView
+from kvstore.index_view import IndexView, Position
 from kvstore.redis_connection import CONNECTION_ERRORS, RedisTarget, close, describe, result
 from kvstore.redis_follower import IndexFollower
 from kvstore.redis_keys import MODELS, RedisKeys
@@ -92,6 +92,10 @@ class RedisIndex:
     def workers(self) -> Mapping[str, WorkerRecord]:
         return self._view.memory.workers()
 
+    def position(self, worker_id: str) -> Position | None:
+        """How far into the worker's history the view is; None if it is not registered."""
+        return self._view.position(worker_id)
+
     def blocks(self, worker_id: str) -> frozenset[bytes]:
         """The index keys that the worker holds, as far as known."""
         return self._view.memory.blocks(worker_id)
@@ -111,12 +115,15 @@ class RedisIndex:
     async def lookup_direct(
         self, keys: Sequence[bytes], worker_ids: Sequence[str] | None = None
     ) -> dict[str, int] | None:
-        """`lookup`, of the device, answered by Redis in one round trip; None if it did not answer within the budget."""
+        """`lookup`, of the device, answered by Redis in one round trip; None if it did not answer within the budget.
+
+        Redis begins with what the view says, and searches where that is wrong.
+        """
         redis = self._follower.redis if self._follower is not None else None
         if redis is None or self._root is None:
             return None
         ids = list(self.workers() if worker_ids is None else worker_ids)
-        return await self._direct.lookup(redis, RedisKeys(self._root), keys, ids)
+        return await self._direct.lookup(redis, RedisKeys(self._root), keys, ids, self.lookup(keys, ids))
 
     async def start(self) -> None:
         if self._task is None:

@@ -14,7 +14,7 @@ RECORD = WorkerRecord("w", "127.0.0.1:1", "prefill", incarnation=7, generation=1
 
 
 def event(seq: int, *stored: bytes, **changes: object) -> BlockEvent:
-    return replace(BlockEvent("w", 7, 1, seq, stored=stored), **changes)  # type: ignore[arg-type]
+    return BlockEvent("w", 7, 1, seq, stored=stored)._replace(**changes)  # type: ignore[arg-type]
 
 
 def view_with(*blocks: bytes) -> IndexView:
@@ -37,7 +37,7 @@ def test_the_next_event_is_applied_in_the_order_cleared_removed_stored() -> None
     assert view.memory.blocks("w") == {A, C}
     assert view.apply((12, 0), event(5, A, D, cleared=True)) == []
     assert view.memory.blocks("w") == {A, D}
-    assert view.memory.workers()["w"].position == (7, 1, 5)
+    assert view.position("w") == (7, 1, 5)
 
 
 def test_events_up_to_the_snapshot_are_skipped() -> None:

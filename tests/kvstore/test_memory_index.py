@@ -51,6 +51,77 @@ def test_any_changes_equal_a_set_per_worker() -> None:
     assert index.num_blocks == sum(map(len, model.values()))
 
 
+def test_what_was_known_of_a_chain_is_never_believed() -> None:
+    """Many depths, so that chains are remembered; every change and every length of the prompt is seen at once."""
+    rng, index, prompt = Random(1), MemoryIndex(), [key[:16] for key in chain(40)]
+    other = prompt[:25] + [key[:16] for key in chain(15)]  # begins alike
+    held = {f"w{number}": rng.randrange(41) for number in range(12)}
+    for worker_id, depth in held.items():
+        index.register(record(worker_id), prompt[:depth])
+    for _ in range(1500):
+        worker_id = rng.choice(sorted(held))
+        match rng.randrange(5):
+            case 0:
+                index.store(worker_id, prompt)
+                held[worker_id] = 40
+            case 1 if held[worker_id]:
+                index.remove(worker_id, prompt[held[worker_id] - 1 :])
+                held[worker_id] -= 1
+            case 2 if rng.random() < 0.1:
+                index.clear(worker_id)
+                held[worker_id] = 0
+            case 3 if rng.random() < 0.1:  # its bit may become another's
+                index.unregister(worker_id)
+                del held[worker_id]
+                new = f"n{rng.randrange(10**9)}"
+                index.register(record(new), prompt[:5])
+                held[new] = 5
+        asked = rng.choice([prompt, prompt, prompt[: rng.randint(1, 40)], other])
+        limit = 25 if asked is other else len(asked)
+        some = None if rng.random() < 0.7 else [*rng.sample(sorted(held), 4), "stranger"]
+        expected = {each: min(held.get(each, 0), limit) for each in (some or held)}
+        assert index.lookup(asked, some) == expected
+        assert index.lookup(asked, some) == expected, "the second time from what is known"
+    assert index._known._chains
+    index.check_integrity()
+
+
+def test_bits_that_changed_hands_make_the_known_void() -> None:
+    index, prompt = MemoryIndex(), [key[:16] for key in chain(9)]
+    names = ["a", "b", "c", "d"]
+    for order in (names, names[::-1]):  # the same bits hold the same keys, under other names
+        for depth, name in enumerate(order, 2):
+            index.register(record(name), prompt[:depth])
+        expected = {name: 2 + order.index(name) for name in names}
+        assert [index.lookup(prompt, names) for _ in range(3)] == 3 * [expected]
+        for name in order:
+            index.unregister(name)
+            index.register(record("sweeper"))
+            index.unregister("sweeper")
+        assert not index._garbage
+
+
+def test_a_longer_prompt_is_looked_up_beyond_what_is_known() -> None:
+    index, prompt = MemoryIndex(), [key[:16] for key in chain(12)]
+    for depth in (2, 4, 6, 8, 12):
+        index.register(record(f"w{depth}"), prompt[:depth])
+    for length in (8, 12, 8, 5):
+        expected = {f"w{depth}": min(depth, length) for depth in (2, 4, 6, 8, 12)}
+        assert [index.lookup(prompt[:length]) for _ in range(3)] == 3 * [expected]
+
+
+def test_known_chains_are_bounded() -> None:
+    index = MemoryIndex()
+    for number in range(8):
+        index.register(record(f"w{number}"))
+    for _ in range(400):
+        prompt = [key[:16] for key in chain(9)]
+        for number in range(8):
+            index.store(f"w{number}", prompt[: number + 1])
+        assert index.lookup(prompt) == {f"w{number}": number + 1 for number in range(8)}
+    assert len(index._known._chains) == 256
+
+
 def test_clearing_is_swept_up_by_later_changes() -> None:
     index, many = MemoryIndex(), [key[:16] for key in chain(5000)]
     index.register(record("big"), many)
