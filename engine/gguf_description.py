@@ -1,19 +1,16 @@
 """What a GGUF file says of its model beside the weights: config and tokenizer, all that a router needs. No torch."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.conversion import ConvertError, Progress
 from engine.gguf_cache import cached_directory
 from engine.gguf_config import hf_config, hf_generation_config
-from engine.gguf_reader import ConvertError, GgufFile
+from engine.gguf_reader import GgufFile
 from engine.gguf_tokenizer import build_tokenizer, read_vocabulary, tokenizer_config
 
 __all__ = ["ConvertError", "Progress", "described_directory", "write_description"]
-
-Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total); stages are "tokenizer" and "weights" (in bytes)."""
 
 
 def described_directory(src: Path, *, progress: Progress | None = None) -> Path:

@@ -10,11 +10,9 @@ from gguf import GGUFReader, GGUFValueType
 from gguf.gguf_reader import ReaderTensor
 from numpy.typing import NDArray
 
+from engine.conversion import ConvertError
+
 _LENGTH = struct.Struct("<Q")
-
-
-class ConvertError(Exception):
-    """A model file that can't be converted; the message names the file and the field or tensor."""
 
 
 class GgufFile:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from engine.errors import EngineError
+from engine.kept_config import kept_config
 from engine.longrope import read_phi_rope
 from engine.moe_config import MoeConfig
 from engine.parallel.shard import Shard
@@ -121,7 +122,7 @@ def load_model_config(path: Path | str, *, dtype: str = "auto", max_model_len: i
     embedding depends on the longest sequence to be served (`max_model_len`; None: the model's own limit).
     """
     directory = Path(path)
-    hf = read_hf_config(directory)
+    hf = kept_config(directory / "config.json", lambda: read_hf_config(directory))
     name = str((getattr(hf, "architectures", None) or [""])[0])
     if name not in ARCHITECTURES:
         raise ModelError(
@@ -140,6 +141,7 @@ def load_model_config(path: Path | str, *, dtype: str = "auto", max_model_len: i
 
 
 def read_hf_config(directory: Path) -> Any:
+    """transformers' object. Raises ModelError."""
     config_file = directory / "config.json"
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")

@@ -7,15 +7,14 @@ converted once, into the cache directory ($PAGEWIRE_CACHE, else ~/.cache/pagewir
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.cache_dir import default_cache_dir
+from engine.cache_dir import default_cache_dir, write_cached
 from engine.expert_tensors import by_expert
 from engine.model_config import ModelError
 from engine.parallel.shard import Shard
@@ -220,7 +219,7 @@ def weights_digest(path: Path | str, *, progress: Progress | None = None, cache_
     except (OSError, ValueError):
         pass  # not there yet, or spoiled: computed anew and written again below
     digest = _digest(entries, progress)
-    _write_atomically(remembered, digest.hex().encode())
+    write_cached(remembered, digest.hex().encode())
     return digest
 
 
@@ -284,18 +283,6 @@ def _convert(
 def _file_identity(file: Path) -> list[str | int]:
     stat = file.stat()
     return [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino]
-
-
-def _write_atomically(file: Path, content: bytes) -> None:
-    """A cache that can't be written costs time at the next start, nothing else."""
-    partial = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        partial.rename(file)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 @contextmanager

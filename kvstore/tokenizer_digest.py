@@ -9,7 +9,10 @@ from kvstore.registry import ModelRecord
 def tokenizer_digest(directory: Path) -> str:
     """SHA-256 of tokenizer.json in hex; empty if the model has none."""
     path = directory / "tokenizer.json"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:  # piece by piece: what was held as a whole would stay in the process
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenizer_mismatch(record: ModelRecord, own_digest: str) -> str | None:

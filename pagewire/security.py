@@ -4,18 +4,25 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 
 from pagewire.config import ConfigError, ProcessConfig
 from pagewire.errors import PermissionDenied, Unauthenticated
 from pagewire.grants import AREAS, Grant, read_grants
-from pagewire.jwks import JwtVerifier, make_verifier
 from pagewire.tls import Tls, TlsFiles, server_credentials
 from pagewire.watched import Watched
 
 AUTHORIZATION = "authorization"
+
+
+class TokenVerifier(Protocol):
+    """Checks tokens that are in no file."""
+
+    async def areas(self, token: str) -> frozenset[str]:
+        """What the token opens. Raises Unauthenticated saying why, or Unavailable."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Security:
     # These three win over the fixed ones above.
     tls_files: Watched[Tls] | None = None
     token_file: Watched[tuple[Grant, ...]] | None = None
-    verifier: JwtVerifier | None = None
+    verifier: TokenVerifier | None = None
 
     @classmethod
     def load(
@@ -41,7 +48,7 @@ class Security:
         tls_key: Path | None = None,
         tls_ca: Path | None = None,
         auth_token_file: Path | None = None,
-        verifier: JwtVerifier | None = None,
+        verifier: TokenVerifier | None = None,
         has_peers: bool = False,
     ) -> Self:
         """Reads the files; raises ConfigError naming the option and the file that cannot be read.
@@ -62,9 +69,7 @@ class Security:
             tls_key=config.tls_key,
             tls_ca=config.tls_ca,
             auth_token_file=config.auth_token_file,
-            verifier=make_verifier(
-                config.auth_jwks_file, config.auth_jwks_url, config.auth_jwt_issuer, config.auth_jwt_audience
-            ),
+            verifier=_make_verifier(config),
             has_peers=True,
         )
 
@@ -177,6 +182,16 @@ def token_interceptors(security: Security) -> list[grpc.aio.ClientInterceptor]:
     """Client interceptors that send the newest token with each call; none without one, since they cost each message."""
     kinds = (_UnaryUnary, _UnaryStream, _StreamUnary, _StreamStream)
     return [] if security.own_token is None else [kind(lambda: security.own_token) for kind in kinds]
+
+
+def _make_verifier(config: ProcessConfig) -> TokenVerifier | None:
+    """None without a source of keys; raises ConfigError for what is missing or cannot be read."""
+    file, url = config.auth_jwks_file, config.auth_jwks_url
+    if file is None and url is None:
+        return None
+    from pagewire.jwks import make_verifier  # here: it imports cryptography, which most processes don't need
+
+    return make_verifier(file, url, config.auth_jwt_issuer, config.auth_jwt_audience)
 
 
 def _read_peers_grants(path: Path) -> tuple[Grant, ...]:

@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from pagewire.free_memory import release_free_memory
 from pagewire.text.chat_template import ChatTemplate, ChatTemplateError
 from pagewire.text.detokenizer import DecoderPlan, Detokenizer, PieceTable, UnsupportedDecoder, detokenize
 
@@ -62,6 +63,7 @@ class Tokenizer:
             backend = BackendTokenizer.from_file(str(path))
         except Exception as error:  # `tokenizers` raises bare Exception for a broken file
             raise TokenizerError(f"{path} is broken: {error}") from error
+        release_free_memory()  # what parsing needed: 190 MB for Gemma's 14 MB
         config = _read_json(directory / "tokenizer_config.json")
         _add_tokens_of_config(backend, config)
         special_tokens = _special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})

@@ -9,8 +9,9 @@ import pytest
 from gguf import GGUFWriter, TokenType
 from tokenizers import Tokenizer
 
+from engine.conversion import ConvertError
 from engine.demo_model import prepare_demo_model
-from engine.gguf_reader import ConvertError, GgufFile
+from engine.gguf_reader import GgufFile
 from engine.gguf_tokenizer import build_tokenizer, read_vocabulary, sentencepiece_merges
 
 SPACE = "▁"

@@ -32,3 +32,14 @@ def test_a_router_takes_config_and_tokenizer_of_a_gguf_file(tmp_path: Path, monk
     assert tokenizer_digest(found) == tokenizer_digest(directory)
     failed = subprocess.run([*run, "gguf"], capture_output=True, text=True)
     assert "install 'pagewire[worker]'" in failed.stderr
+
+
+def test_a_demo_model_that_is_there_needs_no_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`up` looks before it starts anything: torch and numpy would be a second that all its processes wait for."""
+    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path))
+    directory = tmp_path / "models" / "gemma-3-270m"
+    directory.mkdir(parents=True)
+    code = "import sys; from pagewire.cli.model import resolve_model; print(resolve_model('demo'))\n"
+    code += "print(sorted({'torch', 'numpy', 'gguf', 'grpc', 'redis', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [str(directory), "[]"]
