@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 _FLOATS = ("F32", "F16", "BF16")
-_KEPT = ".e_score_correction_bias"
+_KEPT = (".e_score_correction_bias", ".mlp.gate.weight")
 """Tensors of such names stay as they are stored: who is routed where may hang on their last bits."""
 _COMPUTE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
