@@ -18,7 +18,7 @@ from engine.lora.errors import AdapterError
 from engine.memory import KvLayout
 from engine.model_config import ModelError, load_model_config
 from engine.models.registry import load_model
-from engine.weights import open_weights, weights_digest
+from engine.weights import Weights, open_weights, weights_digest
 from kernels import cpu
 from kernels.routing import GroupLimit
 from pagewire.config import EngineOptions
@@ -166,6 +166,18 @@ def test_a_quantized_checkpoint_counts_as_what_it_stands_for(tiny_model: Tiny, t
     tokens = random_prompt(20, seed=3)
     expected, found = (TinyModel(path, kernels=kernels).logits(tokens) for path in (dense, quantized))
     assert (found - expected).abs().max() < 1e-3
+
+
+def test_a_matrix_that_is_cut_by_head_is_read_once(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, original = list[str](), Weights.matrix
+
+    def noted(self: Weights, name: str, shape: tuple[int, int]) -> Any:
+        read.append(name)
+        return original(self, name, shape)
+
+    monkeypatch.setattr(Weights, "matrix", noted)
+    TinyModel(tiny_model("deepseek_v2"), kernels="torch")
+    assert [name for name in read if name.endswith("kv_b_proj")] == [f"layers.{i}.self_attn.kv_b_proj" for i in (0, 1)]
 
 
 def test_the_router_keeps_its_bits(tiny_model: Tiny, tmp_path: Path) -> None:
