@@ -8,6 +8,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvstore.block_pool import BlockPool
 from kvstore.events import CacheEvent
@@ -200,14 +201,32 @@ class KvCache:
     def renew(self, keys: Sequence[bytes]) -> None:
         """Somebody is about to want this prefix: what is cached of it is evicted after all that is free now."""
         depth = self.hit_depth(keys)
-        for group, first in enumerate(self.groups.first_blocks(depth * self.block_size)):
-            self._touch(keys[first if group else 0 : depth], group)
+        firsts = self.groups.first_blocks(depth * self.block_size)
+        for group, first in enumerate(firsts):
+            # Held for that moment: between two pieces another thread may evict, and that must not be the beginning.
+            self.release(self._hold(keys[first:depth], group))
+        self._touch(keys[: firsts[0]])
 
-    def _touch(self, keys: Sequence[bytes], group: int = 0) -> None:
-        """In use though nobody holds them. The beginning of a chain, evicted before its end, would take that along."""
+    def _hold(self, keys: Sequence[bytes], group: int) -> list[int]:
+        """Takes references on the leading ones that are cached, as `match`, whatever their tokens are."""
+        block_ids: list[int] = []
+        for start in range(0, len(keys), _PIECE):
+            piece = keys[start : start + _PIECE]
+            with self._lock:
+                found = [self._pool.find(key, group) for key in piece]
+                leading = [each for each in takewhile(lambda each: each is not None, found) if each is not None]
+                self._pool.acquire(leading)
+            block_ids += leading
+            if len(leading) < len(piece):
+                break
+        return block_ids
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """The beginning of a chain of group 0, in use though nobody holds it: evicted before its end, it would take
+        that along."""
         for end in range(len(keys), 0, -_PIECE):
             with self._lock:
-                self._pool.touch(keys[max(0, end - _PIECE) : end], group)
+                self._pool.touch(keys[max(0, end - _PIECE) : end])
 
     def is_cached(self, key: bytes, group: int = 0) -> bool:
         with self._lock:

@@ -9,12 +9,15 @@ many in a row as a window has, or if the row ends where its chain does, which ma
 """
 
 from collections.abc import Mapping
+from itertools import islice
 
 from kvstore.tier_block import Entry
 from kvstore.tier_chain import TierChain
 
 _MOST_STEPS = 512
 """Entries looked at for a block, where chains branch much: then it is taken to be of use."""
+_MOST_NEIGHBOURS = 64
+"""Blocks that follow one, of thousands if all chats begin alike. Others are looked at when they are about to go."""
 
 
 class TierWindows:
@@ -31,7 +34,7 @@ class TierWindows:
         if group <= self._last or anchor is None:
             return []
         before = self._before(anchor)
-        around = [*([] if before is None else [before]), *self._following(anchor)]
+        around = [*([] if before is None else [before]), *self._following(anchor, _MOST_NEIGHBOURS)]
         return [found for each in around if (found := self._sibling(each, group)) is not None]
 
     def is_torn(self, entry: Entry) -> bool:
@@ -72,19 +75,27 @@ class TierWindows:
         num_steps = 0
         while ahead:
             anchor, num_lacking = ahead.pop()
-            following = self._following(anchor)
-            num_steps += 1
-            if not num_lacking or not following or num_steps > _MOST_STEPS:
+            num_steps += 1 + len(anchor.heirs)
+            if not num_lacking or num_steps > _MOST_STEPS:
                 return True
+            following = [anchor]
+            for _ in self._chain.full:
+                heirs = [self._heirs(entry) for entry in following]
+                if not all(heirs):  # a chain ends there, perhaps between two full groups
+                    return True
+                following = [entry for each in heirs for entry in each]
             ahead += [(each, num_lacking - 1) for each in following if self._sibling(each, group) is not None]
         return False
 
-    def _following(self, anchor: Entry) -> list[Entry]:
-        """The last full group's blocks of the next number, in all chains that go on from here."""
+    def _following(self, anchor: Entry, most: int) -> list[Entry]:
+        """The last full group's blocks of the next number, in `most` of the chains that go on from here."""
         found = [anchor]
         for _ in self._chain.full:
-            found = [self._entries[name] for entry in found for name in entry.heirs if name in self._entries]
+            found = list(islice((heir for entry in found for heir in self._heirs(entry, most)), most))
         return found
+
+    def _heirs(self, entry: Entry, most: int | None = None) -> list[Entry]:
+        return list(islice((self._entries[name] for name in entry.heirs if name in self._entries), most))
 
     def _sibling(self, anchor: Entry, group: int) -> Entry | None:
         """The group's block of the same number."""

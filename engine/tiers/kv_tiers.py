@@ -104,7 +104,7 @@ class KvTiers:
         plan = self._choose(LoadPlanner(self._cache, self.tiers, self.chain, keys), starts, as_runs, max_blocks, always)
         sources, places, held = self._take(plan, keys, token_ids)
         begin = self._num_local(plan, starts, len(places))
-        rest = self._rest(keys, begin) if ask_store else []
+        rest = self._rest(keys, token_ids, begin, held) if ask_store else []
         num_blocks = len(places) + len(rest) + (self.chain.num_windows(len(keys)) if rest else 0)
         block_ids = self._cache.allocate(num_blocks) if num_blocks else None
         if block_ids is None:
@@ -152,15 +152,31 @@ class KvTiers:
             return max(starts) + num_taken
         return plan.depth if num_taken == sum(plan.counts) else max(starts)
 
-    def _rest(self, keys: Sequence[bytes], begin: int) -> list[Place]:
-        """The full groups' blocks from there on that the device lacks, if the store is to be asked for them."""
+    def _rest(self, keys: Sequence[bytes], token_ids: Sequence[int], begin: int, held: dict[Place, int]) -> list[Place]:
+        """The full groups' blocks from there on that the device lacks, if the store is to be asked for them.
+
+        Those that it has are `held` then: evicted meanwhile, they would leave a gap before what the store brings.
+        """
         if self.store is None or begin >= len(keys):
             return []
-        rest = self.chain.prefix(begin, len(keys))
+        wanted = self.chain.prefix(begin, len(keys))
+        rest = wanted
         if not self.chain.is_plain:
-            rest = [place for place in rest if not self._cache.is_cached(keys[place.number], place.group)]
+            rest = [place for place in wanted if not self._cache.is_cached(keys[place.number], place.group)]
         num_loaded = len(rest) + self.chain.num_windows(len(keys))
-        return rest if self.store.wants(len(keys) - begin, num_loaded) else []
+        if not self.store.wants(len(keys) - begin, num_loaded):
+            return []
+        if not rest or self.chain.is_plain:
+            return rest
+        size, lacking, rest = self._cache.block_size, set(rest), []
+        for place in wanted:
+            tokens = tuple(token_ids[place.number * size : (place.number + 1) * size])
+            block_id = None if place in lacking else self._cache.take(keys[place.number], place.group, tokens)
+            if block_id is None:
+                rest.append(place)
+            else:
+                held[place] = block_id
+        return rest
 
     def _take(
         self, plan: LoadPlan | None, keys: Sequence[bytes], token_ids: Sequence[int]

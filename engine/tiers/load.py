@@ -196,11 +196,20 @@ class TierLoad:
         return local + [SOURCE_NAMES[-1]] * self.num_from_store
 
     def _first_lacking(self) -> int:
-        """Number of the first block of the full groups of which some group's did not come."""
-        at = self.num_loaded
-        if self.chain.num_full == 1 or at >= len(self.places) or self.places[at].group >= self.chain.num_full:
+        """Number of the first block of the full groups of which some group's neither came nor was here."""
+        if self.chain.num_full == 1:
             return len(self._keys)
-        return self.places[at].number
+        here = {*self.places[: self.num_loaded], *self.held}
+        numbers = sorted({number for number, group in here if group < self.chain.num_full})
+        siblings = (Place(number, group) for number in numbers for group in self.chain.full)
+        return next(
+            (
+                place.number
+                for place in siblings
+                if place not in here and not self._cache.is_cached(self._keys[place.number], place.group)
+            ),
+            len(self._keys),
+        )
 
     def abandon(self) -> None:
         """Nobody wants the blocks any more."""

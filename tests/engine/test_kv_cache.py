@@ -3,6 +3,8 @@
 import threading
 from random import Random
 
+import pytest
+
 from engine.kv_cache import KvCache
 from kvstore.block_pool import BlockPool
 from kvstore.events import CacheEvent
@@ -50,6 +52,35 @@ def test_counts_and_match() -> None:
     assert (stats.num_cached, stats.num_evictions, stats.num_referenced) == (0, 2, 4)
     assert cache.generation(ids[0]) == 2
     cache.check_integrity()
+
+
+class _Evicting:
+    """In a lock's place: whenever it is let go, another thread takes a block of the pool, and keeps it."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.allocate(1)
+
+
+def test_a_prefix_stays_whole_while_it_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones go piece by piece, and transfers evict between two pieces: never the beginning before its end."""
+    monkeypatch.setattr("engine.kv_cache._PIECE", 4)
+    pool = BlockPool(40)
+    cache = KvCache(pool, ROOT, 2)
+    tokens = list(range(48))
+    keys = cache.keys_for(tokens)
+    cache.release(_commit(cache, tokens))
+    cache.release(_commit(cache, list(range(100, 132))))  # used later
+    cache._lock = _Evicting(pool)  # type: ignore[assignment]
+    cache.renew(keys)
+    there = [pool.is_cached(key) for key in keys]
+    assert there == sorted(there, reverse=True)
+    assert any(there)
+    pool.check_integrity()
 
 
 def test_a_snapshot_contains_what_its_events_would_say() -> None:

@@ -3,7 +3,7 @@
 The fake runner compares what lies in every block that a step may look at (`FakeRunner._check_window`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +13,9 @@ import pytest
 
 from engine.tiers.disk_slots import DiskSlots
 from engine.tiers.host_slots import HostSlots
+from engine.tiers.store_format import StoreFormat
+from engine.tiers.store_tier import StoreSettings
+from kvstore.block_store import BlockName, Heads, Stored
 from kvstore.kv_groups import KvGroup, KvGroups
 from kvstore.tier_block import owner_of
 from kvstore.tier_book import TierBook
@@ -46,8 +49,6 @@ def build() -> Iterator[Callable[..., Harness]]:
     for harness in built:
         harness.check_outputs()
         harness.check_idle()
-        assert harness.tiers is not None
-        harness.tiers.close()
 
 
 def run(harness: Harness, name: str, prompt: list[int], **params: Any) -> tuple[int, dict[str, int]]:
@@ -221,6 +222,69 @@ def test_tenants_and_prompts_are_cleared_in_every_group(build: Callable[..., Har
     assert book_of(harness).num_ready == 4 * len(harness.cache.groups) < before
     harness.tiers.clear()
     assert book_of(harness).num_ready == 0
+
+
+class _MemoryStore:
+    """A block store in this process."""
+
+    max_batch = 64
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+
+    async def touch(self, names: Sequence[BlockName]) -> list[bool]:
+        return [name.key in self.values for name in names]
+
+    async def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return [self.values.get(key) for key in keys]
+
+    async def put(self, values: Sequence[tuple[BlockName, bytes]]) -> Stored:
+        self.values |= {name.key: value for name, value in values}
+        return Stored(len(self.values), 0)
+
+    async def heads(self, cursor: int, num_bytes: int) -> Heads:
+        return Heads([(key, value[:num_bytes]) for key, value in self.values.items()], 0)
+
+    async def delete(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.values.pop(key, None)
+
+    async def close(self) -> None: ...
+
+
+def test_what_the_device_has_stays_while_the_store_brings_the_rest(build: Callable[..., Harness]) -> None:
+    """The windows are gone and the end of group 0; what else there is is evicted meanwhile, if it can be."""
+    harness = build(num_host_blocks=0, store=lambda *sizes: (_MemoryStore(), StoreFormat(b"m" * 32, *sizes)))
+    run(harness, "cold", PROMPT)
+    assert harness.tiers is not None
+    assert harness.tiers.store is not None
+    harness.tiers.store.settings = StoreSettings(min_deadline=60)
+    cache, pool, keys = harness.cache, harness.cache._pool, harness.cache.keys_for(PROMPT)
+    lost = [(key, group) for key in keys for group in (3, 4)] + [(key, 0) for key in keys[5:]]
+    pool._forget_all([block_id for key, group in lost if (block_id := pool.find(key, group)) is not None])
+    load = _load(harness, ask_store=True)
+    others = cache.allocate(cache.num_free)
+    landed = load.commit("")
+    assert all(cache.is_cached(key, group) for key in keys for group in range(3))
+    assert cache.hit_depth(keys) == 9
+    cache.release(landed)
+    cache.release(others or ())
+
+
+def test_group_0_never_has_more_than_its_siblings(build: Callable[..., Harness]) -> None:
+    """Room for four blocks, of one number all three and of the next one."""
+    harness = build()
+    run(harness, "cold", PROMPT)
+    harness.cache.reset()
+    assert harness.tiers is not None
+    keys = harness.cache.keys_for(PROMPT)
+    load = harness.tiers.start_load(keys, PROMPT, [0] * 5, as_runs=True, max_blocks=4)
+    assert load is not None
+    load.done.result(30)
+    assert [place for place, _ in load.loaded] == [Place(0, 0), Place(0, 1), Place(0, 2), Place(1, 0)]
+    landed = load.commit("")
+    assert [harness.cache.is_cached(key) for key in keys[:2]] == [True, False]
+    harness.cache.release(landed)
 
 
 @pytest.mark.parametrize("seed", range(4))
