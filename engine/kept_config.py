@@ -53,8 +53,10 @@ def kept_config(file: Path, read: Callable[[], Any], *, cache_dir: Path | None =
     config = read()
     try:
         content = json.dumps(_stored(config))
-    except (TypeError, ValueError):
+    except Exception:  # a property of a family that isn't served may raise anything
         return config
+    if _target(file, cache_dir or default_cache_dir()) != target:
+        return config  # the file was replaced meanwhile: what was read may be of the other content
     write_cached(target, content.encode())
     return KeptConfig(json.loads(content))
 

@@ -33,7 +33,7 @@ class MlaConfig:
         return self.latent_dim + self.rope_dim
 
     @staticmethod
-    def read(text: Any) -> "MlaConfig":
+    def read(text: Any, family: str) -> "MlaConfig":
         """From transformers' config. Raises ValueError naming the field at fault."""
         rank = None if text.q_lora_rank is None else _size(text, "q_lora_rank")
         rope_dim, latent_dim = _size(text, "qk_rope_head_dim"), _size(text, "kv_lora_rank")
@@ -46,7 +46,10 @@ class MlaConfig:
             raise ValueError(
                 f"num_key_value_heads is {kv_heads}; with latent attention it must be {heads}, as the heads"
             )
-        interleaved = bool(getattr(text, "rope_interleave", True))
+        if getattr(text, "sliding_window", None) is not None:
+            raise ValueError(f"sliding_window is {text.sliding_window!r}; with latent attention there can be none")
+        # V2 has no such field: what a config.json says of it counts for nothing there.
+        interleaved = family == "deepseek_v2" or bool(getattr(text, "rope_interleave", True))
         return MlaConfig(
             rank, latent_dim, _size(text, "qk_nope_head_dim"), rope_dim, _size(text, "v_head_dim"), interleaved
         )

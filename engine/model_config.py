@@ -218,7 +218,7 @@ def _describe(
     if num_heads % num_kv_heads or head_dim % 2:
         raise ValueError(f"{num_heads} heads over {num_kv_heads} kv heads of size {head_dim} can't be laid out")
     check_head_dim(head_dim)
-    mla = MlaConfig.read(text) if family in MLA_FAMILIES else None
+    mla = MlaConfig.read(text, family) if family in MLA_FAMILIES else None
     scale = float(text.query_pre_attn_scalar if gemma else head_dim) ** -0.5
     if mla is not None:
         num_kv_heads, head_dim, scale = 1, mla.cell_dim, mla.attention_scale(text.rope_parameters)

@@ -20,6 +20,7 @@ from engine.packed_group_sections import read_groups, write_groups
 from engine.section_file import SectionFile, SectionFileError, SectionWriter
 from engine.weight_source import DirectSource, Projection, WeightSource, naming, split
 from engine.weights import Progress, Weights, exclusive, map_weights
+from kernels.cpu import packed_groups
 from kernels.cpu.native import NativeKernels, NativeWeight
 from kernels.cpu.packed import LAYOUT, PANEL_ROWS, STRIP_ROWS, PackedWeight, packed_bytes
 
@@ -45,6 +46,8 @@ def build_packed(
     this process's own memory, with a warning. Raises ModelError.
     """
     name = f"{digest.hex()}-{config.dtype_name}-{LAYOUT}"
+    if config.quantization_label:
+        name += f"-{packed_groups.LAYOUT}"
     if quantization := config.quantization_label or kernels.quantization:
         name += f"-{quantization}"
     if config.shard is not None:

@@ -32,7 +32,7 @@ class Piece:
 
     def of(self, weights: Weights) -> Tensor:
         """[num_out, num_in] in the compute dtype. Raises ModelError."""
-        whole = weights.matrix(self.stored, self.shape)
+        whole = weights.matrix_to_cut(self.stored, self.shape)
         start, size = self.rows.start, len(self.rows)
         _, part, _ = whole.split([start, size, self.shape[0] - start - size])
         plain = part if isinstance(part, Tensor) else part.dequantized().to(weights.dtype)

@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 _FLOATS = ("F32", "F16", "BF16")
-_KEPT = ".e_score_correction_bias"
+_KEPT = (".e_score_correction_bias", ".mlp.gate.weight")
 """Tensors of such names stay as they are stored: who is routed where may hang on their last bits."""
 _COMPUTE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -64,6 +64,7 @@ class Weights:
             raise ModelError(f"{directory}: expected one tensor …embed_tokens.weight, found {embeddings}")
         self._prefix = embeddings[0].rpartition("embed_tokens.")[0]
         self._taken: set[str] = set()
+        self._cut: tuple[str, Tensor | GroupedMatrix] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -98,6 +99,12 @@ class Weights:
             return cut_matrix(self._quantization.read(StoredMatrix(tensors), rows, columns), cut, name)
         except ValueError as error:
             raise ModelError(f"{self._directory}: {self._full_name(name)}: {error}") from error
+
+    def matrix_to_cut(self, name: str, shape: tuple[int, int]) -> Tensor | GroupedMatrix:
+        """As `matrix`, read once for all pieces that are taken of it in a row."""
+        if self._cut is None or self._cut[0] != name:
+            self._cut = (name, self.matrix(name, shape))
+        return self._cut[1]
 
     def expect_matrix(self, name: str, shape: tuple[int, int]) -> None:
         """Count what `matrix` reads as taken. Raises ModelError for what isn't quantized, as `expect` would."""

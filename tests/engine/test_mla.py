@@ -18,7 +18,7 @@ from engine.lora.errors import AdapterError
 from engine.memory import KvLayout
 from engine.model_config import ModelError, load_model_config
 from engine.models.registry import load_model
-from engine.weights import open_weights, weights_digest
+from engine.weights import Weights, open_weights, weights_digest
 from kernels import cpu
 from kernels.routing import GroupLimit
 from pagewire.config import EngineOptions
@@ -168,7 +168,19 @@ def test_a_quantized_checkpoint_counts_as_what_it_stands_for(tiny_model: Tiny, t
     assert (found - expected).abs().max() < 1e-3
 
 
-def test_the_routers_bias_keeps_its_bits(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_a_matrix_that_is_cut_by_head_is_read_once(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, original = list[str](), Weights.matrix
+
+    def noted(self: Weights, name: str, shape: tuple[int, int]) -> Any:
+        read.append(name)
+        return original(self, name, shape)
+
+    monkeypatch.setattr(Weights, "matrix", noted)
+    TinyModel(tiny_model("deepseek_v2"), kernels="torch")
+    assert [name for name in read if name.endswith("kv_b_proj")] == [f"layers.{i}.self_attn.kv_b_proj" for i in (0, 1)]
+
+
+def test_the_router_keeps_its_bits(tiny_model: Tiny, tmp_path: Path) -> None:
     """Stored in float32 beside bfloat16, and in a copy converted from float32."""
     name = "layers.1.mlp.gate.e_score_correction_bias"
     stored = load_file(tiny_model("deepseek_v3", seed=1) / "model.safetensors")[f"model.{name}"]
@@ -177,6 +189,8 @@ def test_the_routers_bias_keeps_its_bits(tiny_model: Tiny, tmp_path: Path) -> No
         path = tiny_model("deepseek_v3", seed=1, dtype=dtype)
         weights = open_weights(path, torch.bfloat16, cache_dir=tmp_path)
         assert torch.equal(weights.take(name, (8,), torch.float32), stored)
+        router = load_file(path / "model.safetensors")["model.layers.1.mlp.gate.weight"]
+        assert torch.equal(weights.take("layers.1.mlp.gate.weight", (8, 64), torch.float32), router.float())
         assert weights.take("layers.1.mlp.gate.weight", (8, 64)).dtype == torch.bfloat16
 
 
@@ -249,6 +263,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v2", {"kv_lora_rank": 1020}, r"kv_lora_rank \+ qk_rope_head_dim is 1020 \+ 8; it must be at most 1024"),
     ("deepseek_v2", {"qk_rope_head_dim": 7}, "an even rotary dimension, but got `head_dim`=7"),
     ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads is 2; with latent attention it must be 4"),
+    ("deepseek_v2", {"sliding_window": 8}, "sliding_window is 8; with latent attention there can be none"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; .* greedy or group_limited_greedy"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is true"),
     ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is supported"),
@@ -265,6 +280,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"topk_group": 1}, "topk_group is 1; it must .* leave 3 experts to choose from"),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; .* noaux_tc"),
 ]
+
+
+@pytest.mark.parametrize(("family", "interleaved"), [("deepseek_v2", True), ("deepseek_v3", False)])
+def test_pairs_in_halves_are_v3s_alone(tiny_model: Tiny, tmp_path: Path, family: str, interleaved: bool) -> None:
+    """transformers' V2 doesn't know the field."""
+    whole = json.loads((tiny_model(family) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"rope_interleave": False}))
+    config = load_model_config(tmp_path)
+    assert config.mla is not None
+    assert config.mla.interleaved == interleaved
 
 
 def test_configs_that_are_refused(tiny_model: Tiny, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from random import Random
 
+import pytest
+
 from kvstore.memory_index import MemoryIndex
 from kvstore.registry import WorkerRecord
 from tests.kvstore.simulated import chain
@@ -99,6 +101,32 @@ def test_bits_that_changed_hands_make_the_known_void() -> None:
             index.register(record("sweeper"))
             index.unregister("sweeper")
         assert not index._garbage
+
+
+@pytest.mark.parametrize("num_stored", [1, 2, 3, 5])
+def test_who_held_nothing_and_now_the_first_keys_is_seen(num_stored: int) -> None:
+    """Before the first known place nothing is known but who holds the first key."""
+    index, prompt = MemoryIndex(), [key[:16] for key in chain(9)]
+    depths = {"a": 3, "b": 5, "c": 7, "d": 8, "e": 0}
+    for name, depth in depths.items():
+        index.register(record(name), prompt[:depth])
+    holders = ["a", "b", "c", "d"]
+    assert [index.lookup(prompt, holders) for _ in range(3)] == 3 * [{name: depths[name] for name in holders}]
+    assert [index.lookup(prompt) for _ in range(3)] == 3 * [depths]
+    index.store("e", prompt[:num_stored])
+    assert [index.lookup(prompt) for _ in range(3)] == 3 * [depths | {"e": num_stored}]
+    index.remove("e", prompt[:num_stored])
+    assert index.lookup(prompt) == depths
+
+
+def test_a_list_that_the_caller_changes_is_another_question() -> None:
+    index, prompt = MemoryIndex(), [key[:16] for key in chain(9)]
+    for depth in range(1, 7):
+        index.register(record(f"w{depth}"), prompt[:depth])
+    asked = [f"w{depth}" for depth in range(1, 6)]
+    assert [len(index.lookup(prompt, asked)) for _ in range(3)] == [5, 5, 5]
+    asked.append("w6")
+    assert index.lookup(prompt, asked)["w6"] == 6
 
 
 def test_a_longer_prompt_is_looked_up_beyond_what_is_known() -> None:

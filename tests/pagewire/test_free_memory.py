@@ -7,11 +7,12 @@ import sys
 import pytest
 
 PROGRAM = """
+import os
 from pathlib import Path
 from pagewire.free_memory import release_free_memory
 
 def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 pieces = [bytearray(4000) for _ in range(25_000)]
 last = pieces[-1]  # it holds the end of the heap, which is all that glibc shortens by itself

@@ -43,3 +43,10 @@ def test_a_demo_model_that_is_there_needs_no_converter(tmp_path: Path, monkeypat
     code += "print(sorted({'torch', 'numpy', 'gguf', 'grpc', 'redis', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines() == [str(directory), "[]"]
+
+
+def test_a_demo_model_that_cannot_be_made_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path))
+    code = "import sys; sys.modules['gguf'] = None\nfrom pagewire.cli.model import resolve_model\nresolve_model('demo')"
+    failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "install 'pagewire[demo]'" in failed.stderr

@@ -217,7 +217,7 @@ constexpr double GUMBEL_MARGIN = 1e-4;     // how near, in nats
 constexpr double GUMBEL_ROUNDING = 1e-15;  // and of the best score: float64's own rounding
 struct GumbelPart {
   double best;
-  int64_t count;  // -1: more than there is room for
+  int64_t count;  // -1: more than there is room for; it looked no further then, and score[0] is above whatever it has
   int64_t index[GUMBEL_ROOM];
   double score[GUMBEL_ROOM];
 };

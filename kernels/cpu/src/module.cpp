@@ -53,8 +53,10 @@ int64_t gumbel_winners(const GumbelPart* parts, int num_parts, int64_t* found) {
   const double floor = best - GUMBEL_MARGIN - GUMBEL_ROUNDING * (best < 0 ? -best : best);
   int64_t count = 0;
   for (int part = 0; part < num_parts; ++part) {
-    if (parts[part].best < floor) continue;
-    if (parts[part].count < 0) return -1;
+    if (parts[part].count < 0) {
+      if (parts[part].score[0] < floor) continue;
+      return -1;
+    }
     for (int64_t i = 0; i < parts[part].count; ++i) {
       if (parts[part].score[i] < floor) continue;
       if (count == GUMBEL_ROOM) return -1;

@@ -237,15 +237,34 @@ def test_threads_and_layout_of_the_input_change_nothing(native: NativeKernels) -
 
 
 def test_what_is_not_finite_spoils_its_row_alone(native: NativeKernels) -> None:
-    weight = pack(native, matrix("int4", 40, 100, 32, seed=2), dtype=torch.float32)
-    x = normal(9, 100, dtype=torch.float32, seed=1)
-    clean = native.linear(x, weight)
-    others = [i for i in range(9) if i != 4]
-    for poison in (torch.nan, torch.inf, -torch.inf):
-        x[4, 70] = poison
-        spoilt = native.linear(x, weight)
-        assert not spoilt[4].isfinite().any()
-        assert_same_bits(spoilt[others], clean[others])
+    """Of few rows and many, in fixed point too; the poisoned column may have a number of zero."""
+    weights = {kind: matrix(kind, 40, 256, 32, seed=2) for kind in KINDS}
+    weights |= {kind: k_matrix(kind, 40, 256, seed=2) for kind in K_KINDS}
+    for (kind, weight), dtype, rows in itertools.product(weights.items(), DTYPES, (9, 30)):
+        packed = pack(native, weight, dtype=dtype)
+        x = normal(rows, 256, dtype=dtype, seed=1)
+        clean = native.linear(x, packed)
+        others = [i for i in range(rows) if i != 4]
+        for poison in (torch.nan, torch.inf, -torch.inf):
+            x[4, 170] = poison
+            spoilt = native.linear(x, packed)
+            with case(kind, dtype, rows, poison):
+                assert not spoilt[4].isfinite().any()
+                assert_same_bits(spoilt[others], clean[others])
+
+
+def test_fixed_point_of_every_magnitude(native: NativeKernels) -> None:
+    """Zeros, what is next to nothing and the largest there is: rows of one column's number are the oracle's x."""
+    weight = GroupedMatrix("int5", torch.eye(128, dtype=torch.int8), torch.ones(128, 1), 128)
+    for dtype in DTYPES:
+        packed = pack(native, weight, dtype=dtype)
+        signs = normal(1, 128, dtype=torch.float32, seed=1).sign()
+        rows = [signs * 0, *(signs * 1.9921875 * 2.0**power for power in (-140, -126, -113, -112, -15, 0, 127))]
+        x = torch.cat(rows).to(dtype)
+        x[1:, 1] = 0.0
+        x[1:, 2] /= 1024
+        with case(dtype):
+            assert torch.equal(native.logits(x, packed).double(), in_fixed_point(x, 128))
 
 
 def test_embedding_reads_the_packed_weight(native: NativeKernels) -> None:

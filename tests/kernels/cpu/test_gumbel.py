@@ -58,5 +58,16 @@ def test_too_many_near_the_best_are_left_to_the_sampler(native: NativeKernels) -
     assert token.token_id == 0
 
 
+def test_a_thread_that_gives_up_is_left_out_only_if_nothing_of_its_can_win(native: NativeKernels) -> None:
+    """One slice is full of equal huge scores, so that it isn't looked through; the best of all may be behind them."""
+    logits = np.full(70_001, -1e30, dtype=np.float32)
+    logits[5] = 10.0
+    for last, winner in ((-1e30, 5), (50.0, 70_000)):
+        logits[-1] = last
+        assert draw(Candidates(logits), 1.0, KEYS[0], native.contenders) == winner
+        found = native.contenders(logits, None, 1.0, KEYS[0])
+        assert found is None if winner == 70_000 else list(found) == [5]
+
+
 def test_no_noise_is_larger_than_what_is_skipped_by() -> None:
     assert MAX_GUMBEL < 22.88

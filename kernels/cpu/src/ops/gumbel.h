@@ -183,5 +183,8 @@ inline void gumbel(const GumbelArgs& a, const Region& region) {
   bool fits = gumbel_block(a, start, end, part);
   for (int64_t first = begin; first < end && fits; first += GUMBEL_LANES)
     if (first != start) fits = gumbel_block(a, first, end, part);
-  if (!fits) part.count = -1;
+  if (fits) return;
+  float most = -__builtin_inff();
+  for (int64_t i = begin; i < end; ++i) most = a.logits[i] > most ? a.logits[i] : most;
+  part.count = -1, part.score[0] = (double)most / a.temperature + GUMBEL_LARGEST;
 }

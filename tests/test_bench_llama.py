@@ -1,0 +1,68 @@
+"""What `make bench-llama` prepares: the peer's build, and the files that both sides read."""
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench.peers import compare_llama
+
+SETUP = Path(compare_llama.__file__).with_name("setup_llama.sh")
+_PYTHON3 = """#!/bin/sh
+mkdir -p "$3/bin"
+printf '#!/bin/sh\\necho "[$CFLAGS][$CXXFLAGS] $*" >>"%s/log"\\n' "$3" >"$3/bin/python"
+chmod +x "$3/bin/python"
+"""
+
+
+@pytest.mark.parametrize(("has_amx", "flags"), [(True, "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"), (False, "")])
+def test_the_peer_is_built_without_amx(tmp_path: Path, *, has_amx: bool, flags: str) -> None:
+    """Its own options don't do it: they count for nothing beside GGML_NATIVE."""
+    for name, script in (("python3", _PYTHON3), ("grep", f"#!/bin/sh\nexit {int(not has_amx)}\n")):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    inherited = {name: value for name, value in os.environ.items() if name not in ("CFLAGS", "CXXFLAGS")}
+    environment = inherited | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LLAMA_CPP_PYTHON_VERSION": "1.2"}
+    subprocess.run([str(SETUP), str(tmp_path / "peer")], check=True, env=environment)
+    pip = (tmp_path / "peer" / "log").read_text().splitlines()[0]
+    built = f" {flags}" if flags else ""
+    assert pip.startswith(f"[{built}][{built}] -m pip ")
+    assert pip.endswith(" install --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==1.2")
+    assert (tmp_path / "peer" / ".ready").exists()
+
+
+def test_a_demo_file_cut_short_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(path: Path, *, overwrite: bool) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    def whole(path: Path, *, overwrite: bool) -> None:
+        assert overwrite
+        path.write_bytes(b"whole")
+
+    for assemble in (killed, whole):
+        monkeypatch.setattr(compare_llama, "import_module", lambda _, it=assemble: SimpleNamespace(assemble=it))
+        if assemble is killed:
+            with pytest.raises(KeyboardInterrupt):
+                compare_llama.demo_gguf(tmp_path)
+    assert compare_llama.demo_gguf(tmp_path).read_bytes() == b"whole"
+
+
+def test_another_file_of_the_same_name_is_expanded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def convert(gguf: Path, out: Path) -> Path:
+        made.append(gguf.read_bytes())
+        out.mkdir()
+        return out
+
+    monkeypatch.setattr(compare_llama, "convert_gguf", convert)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"one")
+    first = compare_llama.expanded(file, tmp_path)
+    assert compare_llama.expanded(file, tmp_path) == first
+    file.write_bytes(b"another")
+    assert compare_llama.expanded(file, tmp_path) != first
+    assert made == [b"one", b"another"]
