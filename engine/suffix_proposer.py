@@ -11,7 +11,7 @@ from engine.speculation import Allowance
 RECENT = 1000
 """Added to a match's length: the kind of drafts out of other requests' texts."""
 
-_LONGEST = 16
+_LONGEST = 16  # or the shortest that counts, if that is longer
 _MOST_READ_AT_ONCE = 64  # tokens of a text that are walked through at first: longer matches tell nothing more
 
 
@@ -31,7 +31,8 @@ class SuffixProposer:
     def __init__(self, shortest: int, recent: RecentTexts) -> None:
         self._shortest = shortest
         self._recent = recent
-        self._own = NgramProposer(shortest, _LONGEST)
+        self._longest = max(shortest, _LONGEST)
+        self._own = NgramProposer(shortest, self._longest)
         self._cursors: dict[Sequence, _Cursor] = {}
 
     def propose(self, sequence: Sequence, allowance: Allowance) -> tuple[int, ...]:
@@ -39,7 +40,7 @@ class SuffixProposer:
         match = self._own.find(sequence)
         cursor = self._read(sequence)
         if cursor is not None:
-            length = min(cursor.length, _LONGEST)
+            length = min(cursor.length, self._longest)
             if length >= self._shortest and (match is None or length > match.length):
                 drafts = cursor.texts.following(cursor.state, most) if (most := allowance(RECENT + length, 0)) else ()
                 if drafts:
@@ -55,6 +56,7 @@ class SuffixProposer:
     def _read(self, sequence: Sequence) -> _Cursor | None:
         texts = self._recent.of(_owner(sequence))
         if texts is None:
+            self._cursors.pop(sequence, None)  # it would keep texts that are forgotten
             return None
         cursor = self._cursors.get(sequence)
         if cursor is None or cursor.texts is not texts:

@@ -12,6 +12,7 @@ from pagewire.worker_view import AdapterLabel, AdapterView
 from router.adapter_memory import AdapterMemory, Told
 from router.cost import Process
 from router.fleet import Fleet
+from router.prefix_admin import ACTION_SECONDS
 
 LOAD_SECONDS = 120.0
 _RETRY_SECONDS = 1.0
@@ -72,7 +73,12 @@ class AdapterKeeper:
                 worker = self._fleet.find(*process)
                 if worker is None or not worker.alive:
                     return
-                if self._memory.wants(view.label) and not await self._load(worker.channel, process, view):
+                if not self._memory.wants(view.label):
+                    continue
+                is_over = await self._load(worker.channel, process, view)
+                if self._memory.is_over(view.label):  # unloaded or taken back meanwhile, where it was already
+                    is_over = await self._take_back(worker.channel, process, view.label)
+                if not is_over:
                     await asyncio.sleep(_RETRY_SECONDS)
                     return
         finally:
@@ -81,6 +87,7 @@ class AdapterKeeper:
     async def _load(self, channel: grpc.aio.Channel, process: Process, view: AdapterView) -> bool:
         """False if it is worth another try."""
         label = view.label
+        self._memory.give(process, label)
         message = admin_pb2.LoadAdapterRequest(
             name=label.name, path=view.path, generation=label.generation, digest=label.digest
         )
@@ -101,4 +108,15 @@ class AdapterKeeper:
             return is_final
         logger.info("worker %s got adapter %r back, generation %d", process[0], label.name, label.generation)
         self._memory.settle(process, label)
+        return True
+
+    async def _take_back(self, channel: grpc.aio.Channel, process: Process, label: AdapterLabel) -> bool:
+        """Also a load that is still being read there. False if there was no answer."""
+        message = admin_pb2.UnloadAdapterRequest(name=label.name, generation=label.generation)
+        try:
+            await admin_pb2_grpc.AdminServiceStub(channel).UnloadAdapter(message, timeout=ACTION_SECONDS)
+        except grpc.RpcError as error:
+            reason = from_rpc_error(error).message
+            logger.warning("adapter %r was not taken back from worker %s: %s", label.name, process[0], reason)
+            return False
         return True

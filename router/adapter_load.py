@@ -8,6 +8,7 @@ import grpc
 
 from pagewire.errors import FailedPrecondition, PagewireError, from_rpc_error
 from pagewire.v1 import admin_pb2
+from pagewire.worker_view import AdapterLabel
 from router.fleet import FleetWorker
 from router.prefix_admin import ACTION_SECONDS, ask
 
@@ -17,7 +18,7 @@ async def load_everywhere(
 ) -> admin_pb2.LoadAdapterResponse:
     """The first worker's answer. Raises FailedPrecondition if one fails: then it is taken back from all.
 
-    Also from those that failed: who did not answer may still be at it.
+    Also from those that failed: who did not answer may still be at it. Not from those that had this very load before.
     """
     answers = await asyncio.gather(
         *(ask([worker], lambda stub: stub.LoadAdapter(message, timeout=timeout)) for worker in workers),
@@ -28,13 +29,14 @@ async def load_everywhere(
     if not failed:
         answer: admin_pb2.LoadAdapterResponse = answers[0][0]  # type: ignore[index]
         return answer
+    new = [worker for worker in workers if not _has(worker, message)]
     undo = admin_pb2.UnloadAdapterRequest(name=message.name, generation=message.generation)
     undone = await asyncio.gather(
-        *(ask([worker], lambda stub: stub.UnloadAdapter(undo, timeout=ACTION_SECONDS)) for worker in workers),
+        *(ask([worker], lambda stub: stub.UnloadAdapter(undo, timeout=ACTION_SECONDS)) for worker in new),
         return_exceptions=True,
     )
-    taken_back = [_id(worker) for worker, each in zip(workers, undone, strict=True) if _had_it(each)]
-    in_doubt = [_id(worker) for worker, each in zip(workers, undone, strict=True) if isinstance(each, BaseException)]
+    taken_back = [_id(worker) for worker, each in zip(new, undone, strict=True) if _had_it(each)]
+    in_doubt = [_id(worker) for worker, each in zip(new, undone, strict=True) if isinstance(each, BaseException)]
     reasons = "; ".join(f"worker {worker_id} has failed ({_reason(error)})" for worker_id, error in failed.items())
     raise FailedPrecondition(
         f"adapter {message.name!r} was not loaded: {reasons}; it was taken back from: {_listed(taken_back)}"
@@ -42,6 +44,12 @@ async def load_everywhere(
         reason="ADAPTER_LOAD_TAKEN_BACK",
         metadata={"adapter": message.name},
     )
+
+
+def _has(worker: FleetWorker, message: admin_pb2.LoadAdapterRequest) -> bool:
+    """As the fleet saw it before the load."""
+    label = AdapterLabel(message.name, message.digest, message.generation)
+    return any(view.label == label and not view.retired for view in worker.load.adapters)
 
 
 def _had_it(answer: Any) -> bool:

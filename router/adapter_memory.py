@@ -7,6 +7,7 @@ from pagewire.worker_view import AdapterLabel, AdapterView
 from router.cost import Process
 
 _MOST_GONE = 4096
+_MOST_AWAY = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class AdapterMemory:
     """The newest load of each name, of those that some worker had and that nobody took away.
 
     A worker process that no longer tells of a load that it had was told to unload it. A process that never had it has
-    started since, and lacks it. Loads of a worker's start (generation 0) are that worker's own affair.
+    started since, and lacks it. One that is away for a while is still the same process. Loads of a worker's start
+    (generation 0) are that worker's own affair.
     """
 
     def __init__(self) -> None:
@@ -32,12 +34,19 @@ class AdapterMemory:
         """By worker id: a worker that starts anew has the same one."""
         self._seen: dict[Process, tuple[AdapterView, ...]] = {}
         self._settled: set[tuple[Process, AdapterLabel]] = set()
+        self._given: set[tuple[Process, AdapterLabel]] = set()
+        """Also what is still under way: that the process tells of it then is no news."""
         self.labels: Mapping[str, AdapterLabel] = {}
         """By name."""
 
     def wants(self, label: AdapterLabel) -> bool:
         view = self._wanted.get(label.name)
         return view is not None and view.label == label
+
+    def is_over(self, label: AdapterLabel) -> bool:
+        """Nobody wants it, nor a newer load, which would replace it."""
+        view = self._wanted.get(label.name)
+        return view is None or view.label.generation < label.generation
 
     def observe(self, told: Iterable[Told]) -> dict[Process, list[AdapterView]]:
         """What each process lacks. `told` are all that are alive."""
@@ -53,6 +62,10 @@ class AdapterMemory:
                 ]
             )
         }
+
+    def give(self, process: Process, label: AdapterLabel) -> None:
+        """It is about to be given the load."""
+        self._given.add((process, label))
 
     def settle(self, process: Process, label: AdapterLabel) -> None:
         """It was given the load, or can't take it: not to be tried again."""
@@ -82,11 +95,14 @@ class AdapterMemory:
             had = self._had.get(process)
             for label in (had or frozenset()) - now.keys():
                 self._bury(label)
+                self._given.discard((process, label))  # if it has it once more, that is somebody's doing
+                self._settled.discard((process, label))
             if had is not None:  # somebody has loaded it now, and not again only
                 for label in now.keys() - had:
-                    if (process, label) not in self._settled:
+                    if (process, label) not in self._given:
                         self._gone.pop(label, None)
-            self._had[process] = frozenset(now)
+            self._had.pop(process, None)
+            self._had[process] = frozenset(now)  # those that are away the longest come first
         for label, view in here.items():
             known = self._wanted.get(label.name)
             if label not in self._gone and (known is None or known.label.generation < label.generation):
@@ -97,9 +113,17 @@ class AdapterMemory:
                 self._wanted.setdefault(label.name, view)
         self._list()
         self._paths = {(worker, label): path for (worker, label), path in self._paths.items() if self.wants(label)}
-        self._had = {process: had for process, had in self._had.items() if process in views}
-        self._settled = {each for each in self._settled if each[0] in views}
+        self._forget_processes(views)
         self._seen = dict(views)
+
+    def _forget_processes(self, views: Mapping[Process, object]) -> None:
+        """Whose worker has started anew, and of the others that are away all but the latest."""
+        here = {worker_id for worker_id, _ in views}
+        away = [process for process in self._had if process not in views and process[0] not in here]
+        kept = {*views, *away[-_MOST_AWAY:]}
+        self._had = {process: had for process, had in self._had.items() if process in kept}
+        self._settled = {each for each in self._settled if each[0] in kept}
+        self._given = {each for each in self._given if each[0] in kept}
 
     def _list(self) -> None:
         self.labels = {name: view.label for name, view in self._wanted.items()}

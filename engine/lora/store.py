@@ -17,6 +17,9 @@ MAX_NAME_CHARS = 128
 LINGER_SECONDS = 60.0
 """How long a load that was replaced or unloaded is still found by who names it exactly: requests are on their way
 with it, from routers that have not heard yet, or from a prefill to its decode worker."""
+TAKE_BACK_SECONDS = 180.0
+"""For which a load can be taken back, and what it replaced restored: longer than a router waits for it (`LOAD_SECONDS`
+in router/adapter_keeper.py) and then for what takes it back."""
 _FORBIDDEN = frozenset('\\"\x7f') | {chr(code) for code in range(32)}
 
 
@@ -68,7 +71,7 @@ class AdapterStore:
         self._clock = clock
         self._loaded: dict[str, LoadedAdapter] = {}
         self._retired: dict[AdapterId, _Retired] = {}
-        """Oldest first."""
+        """In the order in which they were retired."""
         self._taken_back: dict[tuple[str, int], float] = {}
         """Name and generation of loads that must not come any more, with the time until which that is known."""
         self.resident: frozenset[bytes] = frozenset()
@@ -119,7 +122,7 @@ class AdapterStore:
         What it replaced has the name again, unless its place was needed meanwhile.
         """
         with self._lock:
-            self._taken_back[name, generation] = self._clock() + LINGER_SECONDS
+            self._taken_back[name, generation] = self._clock() + TAKE_BACK_SECONDS
             found = self._loaded.get(name)
             if found is None or found.id.generation != generation:
                 return None
@@ -172,7 +175,8 @@ class AdapterStore:
         """With the lock: forgets those whose time is over and those that there is no place for."""
         now = self._clock()
         if replaced is not None:
-            self._retired[replaced.id] = _Retired(replaced, now + LINGER_SECONDS, replaced_by)
+            seconds = LINGER_SECONDS if replaced_by is None else TAKE_BACK_SECONDS
+            self._retired[replaced.id] = _Retired(replaced, now + seconds, replaced_by)
         places = max(1, self._max_adapters - len(self._loaded))
         for i, (adapter, retired) in enumerate(reversed(list(self._retired.items()))):
             if i >= places or retired.until <= now:

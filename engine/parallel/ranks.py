@@ -135,8 +135,9 @@ class Ranks:
         self._send(lambda rank: data)
 
     def tell_each(self, message: Callable[[int], object]) -> None:
-        """The same with a message for each rank."""
-        self._send(lambda rank: encode(message(rank)))
+        """The same with a message for each rank; all are made before the first is sent: all ranks get one, or none."""
+        data = {rank: encode(message(rank)) for rank in self._connections}
+        self._send(data.__getitem__)
 
     def _send(self, data: Callable[[int], bytes]) -> None:
         if self._death is not None:

@@ -84,3 +84,22 @@ def test_texts_are_bounded_and_the_latest_stay() -> None:
     assert recent.of(0) is None
     recent.note("long", list(range(500)))
     assert recent.num_tokens <= 64
+
+
+def test_a_long_shortest_match_can_be_found() -> None:
+    proposer, output = SuffixProposer(20, RecentTexts(1000)), list(range(100, 140))
+    proposer.ended(sequence([1], output))
+    assert proposer.propose(sequence([1], output[:19]), lambda *_: 2) == ()
+    assert proposer.propose(sequence([1], output[:20]), lambda *_: 2) == (120, 121)
+    assert proposer.propose(sequence([1], [*output[:25], 7, *output[:21]]), lambda *_: 2) == (121, 122)
+
+
+def test_no_sequence_keeps_texts_that_are_forgotten() -> None:
+    recent = RecentTexts(64)
+    proposer, reading = SuffixProposer(2, recent), sequence([1], [5, 6])
+    proposer.ended(sequence([1], [5, 6, 7]))
+    assert proposer.propose(reading, lambda *_: 1) == (7,)
+    for owner in range(20):
+        recent.note(owner, [1, 2, 3, 4])
+    assert proposer.propose(reading, lambda *_: 1) == ()
+    assert proposer._cursors == {}

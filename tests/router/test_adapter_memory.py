@@ -79,3 +79,38 @@ def test_each_worker_reads_it_where_it_did_before() -> None:
     assert memory.observe(told(p=(A,), again=())) == {D_AGAIN: [elsewhere]}
     (lacking,) = memory.observe([Told(("new", 1), ()), *told(p=(A,), again=(elsewhere,))]).values()
     assert [view.label for view in lacking] == [A.label]
+
+
+def test_who_was_away_while_it_was_unloaded_does_not_get_it_again() -> None:
+    """One router's connections to all workers break; the operator asks another one."""
+    memory = AdapterMemory()
+    memory.observe(told(p=(A, B), d=(A, B)))
+    assert memory.observe([]) == {}
+    assert memory.observe(told(p=(B,))) == {}
+    assert memory.observe(told(p=(B,), d=(B,))) == {}
+    assert memory.labels == {"b": B.label}
+    assert memory.observe(told(p=(B,), again=())) == {D_AGAIN: [B]}
+
+
+def test_a_load_under_way_is_no_news() -> None:
+    memory = AdapterMemory()
+    memory.observe(told(p=(A,), again=()))
+    memory.give(D_AGAIN, A.label)
+    assert memory.forget("a")
+    memory.observe(told(p=(), again=(A,)))
+    assert memory.is_over(A.label)
+
+
+def test_what_was_given_comes_back_when_its_successor_is_taken_back() -> None:
+    memory = AdapterMemory()
+    memory.observe(told(p=(A,), d=()))
+    for process in (P, D):
+        memory.give(process, A.label)
+        memory.settle(process, A.label)
+    memory.observe(told(p=(A,), d=(A,)))
+    memory.observe(told(p=(NEWER,), d=(NEWER,)))
+    assert not memory.is_over(A.label), "a newer load is wanted in its place"
+    memory.observe(told(p=(A,), d=(A,)))
+    assert memory.labels == {"a": A.label}
+    assert memory.is_over(NEWER.label)
+    assert memory.observe(told(p=(A,), again=())) == {D_AGAIN: [A]}

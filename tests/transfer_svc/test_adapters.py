@@ -131,6 +131,18 @@ async def test_a_half_made_load_is_taken_back(model, options, when):
         )
 
 
+async def test_a_load_that_is_asked_for_again_and_fails_is_taken_back_from_nobody(model, options):
+    async with fleet(model, ("p0", "d0"), options=options) as workers, operator(workers, model) as admin:
+        assert await load(admin, "same", 5) == 5
+        failing(workers["d0"], "before")
+        with pytest.raises(grpc.aio.AioRpcError, match=r"worker d0 has failed .* taken back from: none"):
+            await load(admin, "same", 5)
+        assert await listed(admin) == {("p0", "style", 5), ("d0", "style", 5)}
+        for name in ("p0", "d0"):
+            own = admin_pb2_grpc.AdminServiceStub(workers[name].channel)
+            assert await listed(own) == {(name, "style", 5)}
+
+
 async def test_a_worker_that_dies_in_the_middle_leaves_the_others_without_it(model, options):
     async with fleet(model, ("p0", "d0"), options=options) as workers, operator(workers, model) as admin:
         arrived, may_go_on, store = threading.Event(), threading.Event(), workers["d0"].engine.adapters

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from engine.lora.checkpoint import modules_of, read_adapter
 from engine.lora.config import read_lora_config
 from engine.lora.errors import AdapterError, AdapterLimit, AdapterNotFound, AdapterOutdated
-from engine.lora.store import LINGER_SECONDS, AdapterStore, parse_lora_modules
+from engine.lora.store import LINGER_SECONDS, TAKE_BACK_SECONDS, AdapterStore, parse_lora_modules
 from engine.model_config import load_model_config
 from engine.safetensors_file import FileInMemory
 from engine.weight_source import Projection
+from router.adapter_keeper import LOAD_SECONDS
+from router.prefix_admin import ACTION_SECONDS
 from tests.tiny_adapters import make_adapter
 
 KV = 32
@@ -278,9 +280,31 @@ def test_what_was_replaced_lingers_and_then_is_freed_without_another_load(model:
     del adapter
     assert [each.id.generation for each in store.retired()] == [2, 3], "three have a place"
     assert [each() is None for each in weights] == [True, False, False, False]
-    now[0] = LINGER_SECONDS
+    now[0] = TAKE_BACK_SECONDS
     assert store.retired() == ()
     assert [each() is None for each in weights] == [True, True, True, False]
+
+
+def test_a_load_can_be_taken_back_as_long_as_a_router_may_have_waited_for_another_worker(
+    model: Path, tmp_path: Path
+) -> None:
+    make_adapter(model, tmp_path / "a", targets=("q_proj",))
+    now = [0.0]
+    limits: dict[str, Any] = {"max_rank": 16, "max_adapters": 3, "clock": lambda: now[0]}
+    store = AdapterStore(load_model_config(model), MODULES, root=tmp_path, **limits)
+    before = store.load("x", Path("a"), 1)
+    store.load("x", Path("a"), 2)
+    now[0] = LOAD_SECONDS + ACTION_SECONDS
+    store.retired()
+    taken = store.take_back("x", 2)
+    assert taken is not None
+    assert taken.id.generation == 2
+    assert store.loaded() == (before,)
+    store.take_back("y", 3)  # it is still being read
+    now[0] += LOAD_SECONDS
+    store.retired()
+    with pytest.raises(AdapterOutdated, match="generation 3 of adapter 'y': was taken back"):
+        store.load("y", Path("a"), 3)
 
 
 def test_loads_that_come_late_or_with_another_content_change_nothing(model: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from engine.lora.errors import AdapterLoadFailed
 from engine.lora.slots import AdapterSlots
 from engine.parallel.adapters import cut_adapter, put_together, whole_projections
 from engine.parallel.messages import PutAdapter, decode, encode
+from engine.parallel.ranks import Ranks
 from engine.parallel.shard import Shard
 from engine.request import AdapterId
 from engine.weight_source import Projection
@@ -116,3 +117,26 @@ def test_what_another_rank_has_no_room_for_fails_its_own_requests() -> None:
         AdapterLoadFailed, match="adapter 'tuned' can't be put on the device: MemoryError: 1 of 2 ranks"
     ):
         slots.assign([known])
+
+
+def test_no_rank_is_told_of_an_adapter_whose_other_parts_cannot_be_made() -> None:
+    """It would wait for the others in the middle of their next step."""
+
+    class Connection:
+        def send_bytes(self, data: bytes) -> None:
+            told.append(decode(data))
+
+    def message(rank: int) -> str:
+        if rank == 2:
+            raise MemoryError("no room")
+        return f"for {rank}"
+
+    told: list[str] = []
+    ranks = Ranks.__new__(Ranks)
+    ranks._death = None
+    ranks._connections = {1: Connection(), 2: Connection()}  # type: ignore[dict-item]
+    with pytest.raises(MemoryError):
+        ranks.tell_each(message)
+    assert told == []
+    ranks.tell_each(lambda rank: f"for {rank}")
+    assert told == ["for 1", "for 2"]
