@@ -59,7 +59,7 @@ def build_packed(
         except FileNotFoundError:
             file.parent.mkdir(parents=True, exist_ok=True)
         except SectionFileError as error:
-            logger.warning("%s; packed again", error)
+            logger.warning("%s; packed again", str(error))  # a kept error would keep the frames that saw it
         with exclusive(file.with_name(f"{name}.lock")):
             try:  # another process may have made it meanwhile
                 return _map(file, config, kernels, build)
