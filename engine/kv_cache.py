@@ -6,7 +6,7 @@ One lock, held for microseconds, around a `BlockPool`; plus the key chain's root
 import secrets
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -204,22 +204,27 @@ class KvCache:
         firsts = self.groups.first_blocks(depth * self.block_size)
         for group, first in enumerate(firsts):
             # Held for that moment: between two pieces another thread may evict, and that must not be the beginning.
-            self.release(self._hold(keys[first:depth], group))
+            self.release(*self._hold(keys[first:depth], group))
         self._touch(keys[: firsts[0]])
 
-    def _hold(self, keys: Sequence[bytes], group: int) -> list[int]:
-        """Takes references on the leading ones that are cached, as `match`, whatever their tokens are."""
+    def _hold(self, keys: Sequence[bytes], group: int) -> tuple[list[int], set[int]]:
+        """Takes references on the leading ones that are cached, as `match`, whatever their tokens are.
+
+        Also those that were free.
+        """
         block_ids: list[int] = []
+        borrowed: set[int] = set()
         for start in range(0, len(keys), _PIECE):
             piece = keys[start : start + _PIECE]
             with self._lock:
                 found = [self._pool.find(key, group) for key in piece]
                 leading = [each for each in takewhile(lambda each: each is not None, found) if each is not None]
+                borrowed |= self._pool.free_among(leading)
                 self._pool.acquire(leading)
             block_ids += leading
             if len(leading) < len(piece):
                 break
-        return block_ids
+        return block_ids, borrowed
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """The beginning of a chain of group 0, in use though nobody holds it: evicted before its end, it would take
@@ -251,12 +256,12 @@ class KvCache:
         with self._lock:
             self._pool.acquire(block_ids)
 
-    def release(self, block_ids: Sequence[int]) -> int:
+    def release(self, block_ids: Sequence[int], borrowed: Collection[int] = ()) -> int:
         """As the pool's, piece by piece as `match`, from the tail, where eviction begins too."""
         num_freed = 0
         for end in range(len(block_ids), 0, -_PIECE):
             with self._lock:
-                num_freed += self._pool.release(block_ids[max(0, end - _PIECE) : end])
+                num_freed += self._pool.release(block_ids[max(0, end - _PIECE) : end], borrowed)
         return num_freed
 
     def commit(

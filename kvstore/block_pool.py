@@ -17,7 +17,7 @@ group 0 itself gives back the beginning of a chain (`closes_chains`), evicting a
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -127,8 +127,15 @@ class BlockPool:
                 del self._free[block_id]
             self._ref_counts[block_id] += 1
 
-    def release(self, block_ids: Sequence[int]) -> int:
-        """Gives up one reference on each of `block_ids`, which are in sequence order. Returns how many became free."""
+    def free_among(self, block_ids: Iterable[int]) -> set[int]:
+        """Those that nobody references."""
+        return {block_id for block_id in block_ids if not self._ref_counts[block_id]}
+
+    def release(self, block_ids: Sequence[int], borrowed: Collection[int] = ()) -> int:
+        """Gives up one reference on each of `block_ids`, which are in sequence order. Returns how many became free.
+
+        `borrowed` ones were free when they were taken: that they are so again doesn't count.
+        """
         num_releases = self.num_releases
         for block_id in reversed(block_ids):
             if self._ref_counts[block_id] <= 0:
@@ -136,7 +143,7 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._free[block_id] = None
-                self.num_releases += 1
+                self.num_releases += block_id not in borrowed
                 if self._keys[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
         return self.num_releases - num_releases

@@ -117,7 +117,7 @@ def test_a_long_match_holds_the_lock_for_pieces_of_it() -> None:
     pool, lengths = cache._pool, []
     match, release = pool.match, pool.release
     pool.match = lambda keys, *rest: (lengths.append(len(keys)), match(keys, *rest))[1]  # type: ignore[method-assign]
-    pool.release = lambda ids: (lengths.append(len(ids)), release(ids))[1]  # type: ignore[method-assign]
+    pool.release = lambda ids, *rest: (lengths.append(len(ids)), release(ids, *rest))[1]  # type: ignore[method-assign]
     assert cache.match(keys, tokens) == table
     assert cache.release(table) == 0
     assert cache.release(table) == 1000

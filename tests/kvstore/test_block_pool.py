@@ -80,6 +80,20 @@ def test_match_takes_the_longest_prefix_and_references() -> None:
     assert pool.match(_keys([9, 9, 3, 4]), [9, 9, 3, 4], BLOCK_SIZE) == []
 
 
+def test_what_was_free_before_it_was_borrowed_is_no_release() -> None:
+    pool = BlockPool(4)
+    free, held = _fill(pool, [1] * BLOCK_SIZE), _fill(pool, [2] * BLOCK_SIZE)
+    pool.release(free)
+    both = [*free, *held]
+    borrowed = pool.free_among(both)
+    pool.acquire(both)
+    pool.release(held)  # by whoever held it: the borrower's is the last reference
+    before = pool.num_releases
+    pool.release(both, borrowed)
+    assert pool.num_releases == before + 1
+    assert pool.num_free == 4
+
+
 def test_match_compares_token_ids() -> None:
     pool = BlockPool(4)
     _fill(pool, [1, 2])
