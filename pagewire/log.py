@@ -5,12 +5,13 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-# Attributes of every LogRecord; whatever else a record has came in through `extra` and is printed too.
+# Attributes of every LogRecord; whatever else a record has came in through `extra` and is printed too, but for what a
+# library notes for itself (Ray: `_ray_timestamp_ns`, in every record of a process that has imported it).
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    return {name: value for name, value in vars(record).items() if not (name in _STANDARD or name[0] == "_")}
 
 
 def _timestamp(record: logging.LogRecord) -> str:
