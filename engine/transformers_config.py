@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from engine.memory import CachedConfig
 from engine.model_config import (
     ARCHITECTURES,
     ModelConfig,
@@ -28,23 +29,13 @@ _LAYER_KINDS = ("full_attention", "sliding_attention")
 _UNRELATED = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 
 
-class ServedConfig(Protocol):
+class ServedConfig(CachedConfig, Protocol):
     """What the engine asks of any model's config."""
 
     @property
     def path(self) -> Path: ...
     @property
-    def dtype(self) -> torch.dtype: ...
-    @property
     def dtype_name(self) -> str: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def is_latent(self) -> bool: ...
     @property
     def vocab_size(self) -> int: ...
     @property
