@@ -9,23 +9,25 @@ import asyncio
 import socket
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _GRPC_OWNER = "PollerCompletionQueue"
 _MOST_BYTES = 4096
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
+    def add_reader(self, fd: Any, callback: Callable[[Unpack[Ts]], Any], *args: *Ts) -> None:
         method = callback.func if isinstance(callback, partial) else callback
         if type(getattr(method, "__self__", None)).__name__ == _GRPC_OWNER and isinstance(fd, socket.socket):
-            callback = partial(_after_spare_bytes, fd, callback)
-        super().add_reader(fd, callback, *args)
+            super().add_reader(fd, _after_spare_bytes, fd, partial(callback, *args))
+        else:
+            super().add_reader(fd, callback, *args)
 
 
-def _after_spare_bytes(wakeups: socket.socket, callback: Callable[..., Any]) -> None:
+def _after_spare_bytes(wakeups: socket.socket, callback: Callable[[], Any]) -> None:
     """Leaves the one byte that `callback` waits for. A byte is written after its event is queued, so none is missed."""
     num_spare = len(wakeups.recv(_MOST_BYTES, socket.MSG_PEEK)) - 1
     if num_spare:

@@ -110,7 +110,7 @@ def plot(path: Path, found: Sequence[Row], title: str) -> None:
     axes.plot([float(row.goal.split("x")[0]) for row in shown], places, "k|", markersize=18, label="goal")
     axes.axvline(1.0, color="gray", linewidth=0.8)
     axes.set_xscale("log")
-    axes.set_yticks(places, [f"{row['point']}: {row['metric']} against {row['system']}" for row in shown], fontsize=7)
+    axes.set_yticks(places, [f"{row.point}: {row.metric} against {row.system}" for row in shown], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("times better")
     axes.set_title(title, fontsize=9)

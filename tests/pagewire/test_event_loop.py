@@ -67,6 +67,6 @@ def test_grpcs_reader_is_recognized() -> None:
         loop: object = asyncio.get_running_loop()
         readers = [key.data[0] for key in loop._selector.get_map().values()]  # type: ignore[attr-defined]
         await server.stop(None)
-        return [getattr(handle._callback, "func", None) for handle in readers if handle is not None]
+        return [handle._callback for handle in readers if handle is not None]
 
     assert event_loop._after_spare_bytes in event_loop.run(main())
