@@ -3,8 +3,8 @@
 A request goes to P with `max_tokens` 1; what P answers as `kv_transfer_params` goes to D with the request itself. This
 process does what vLLM's proxy would do, so that the peer pays for no proxy.
 
-A fair peer: NIXL's progress thread sleeps between its rounds (it would spin a core; the Makefile's `.nixl` installs it so),
-and each worker's threads are put on its core.
+A fair peer: NIXL's progress thread sleeps between its rounds (it would spin a core; the Makefile installs it so), and
+each worker's threads are put on its core.
 """
 
 import asyncio
