@@ -23,21 +23,24 @@ class Turns:
         A   turn ────────┐door…      ┌turn ───
         B   door.........└turn ──────┘door…
 
-    A turn is a courtesy: who has waited `MOST_SECONDS` goes on without, since the other may be frozen. A lock ends with
-    the process that has it.
+    A turn is a courtesy: the other may be frozen. Who has waited `MOST_SECONDS` goes on without, and waits no more
+    before it has had one. A lock ends with the process that has it.
     """
 
     def __init__(self, directory: Path) -> None:
         self._files = [os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o600) for name in ("door", "turn")]
+        self._waits = True
 
     @contextmanager
     def one(self) -> Iterator[None]:
         """Waits for its turn, and gives it up at the end."""
-        deadline = time.monotonic() + MOST_SECONDS
         door, turn = self._files
+        deadline = time.monotonic() + (MOST_SECONDS if self._waits else 0.0)
+        self._waits = False
         with ExitStack() as stack:
             if _lock(door, deadline):
                 if _lock(turn, deadline):
+                    self._waits = True
                     stack.callback(fcntl.flock, turn, fcntl.LOCK_UN)
                 fcntl.flock(door, fcntl.LOCK_UN)
             yield

@@ -37,12 +37,20 @@ def test_who_had_a_turn_waits_until_the_other_has_had_one(tmp_path: Path) -> Non
 
 
 def test_who_is_frozen_holds_nobody_up_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
     monkeypatch.setattr(turns, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(turns.time, "sleep", slept.append)
     frozen, mine = Turns(tmp_path), Turns(tmp_path)
     with frozen.one():
-        for _ in range(2):
-            with mine.one():
-                pass
+        with mine.one():
+            assert slept
+        slept.clear()
+        with mine.one():
+            assert not slept, "it waits for the frozen one again"
+    with mine.one():
+        pass
+    with frozen.one(), mine.one():
+        assert slept, "it waits again once it has had a turn"
     frozen.close()
     mine.close()
 
