@@ -155,7 +155,9 @@ def main() -> None:
         with given.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, [*asdict(rows[0]), *machine], lineterminator="\n")
             writer.writeheader()
-            writer.writerows({**{k: f"{v:.4g}" for k, v in asdict(row).items()}, **machine} for row in rows)
+            for row in rows:
+                numbers = {name: f"{v:.4g}" if isinstance(v, float) else str(v) for name, v in asdict(row).items()}
+                writer.writerow({**numbers, **machine})
     if given.plot:
         plot(given.plot, rows, f"{model.name}, bfloat16, {machine['hardware']}, {machine['cpus']} CPUs")
 

@@ -1,7 +1,7 @@
 """Processes that share cores take turns, a step each: apart, every step has all cores; together, threads that don't run
 hold up the barriers of those that do, in every op of both.
 
-Measured on 2 vCPU (Intel, AMX), 1P1D with 2 threads each, 16 x (256 in, 64 out): see docs/decisions/0007.
+Measured in docs/decisions/0007: a third more tokens of 1P1D on 2 cores.
 """
 
 import fcntl
