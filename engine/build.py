@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
-
 from engine.admission import SchedulerConfig
+from engine.device_memory import DeviceProfile, open_device_memory
 from engine.draft.drafter import Drafter
 from engine.draft_costs import DraftCosts
 from engine.kv_cache import KvCache
@@ -86,6 +85,8 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     quantization = None if options.quantization == "none" else options.quantization
     threads = set_cpu_threads(share_of_threads(options))
     kernels = load_kernel_set(options.kernels, threads, quantization, options.device)
+    device_memory = open_device_memory(kernels.device)
+    profile = None if device_memory is None else DeviceProfile(device_memory)
     served = load_served_model(options, kernels, progress)
     config, slots = served.config, served.slots
     kv_format = KV_FORMATS[options.kv_cache_dtype]
@@ -96,6 +97,12 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     draft = load_draft(speculative, options, served, threads) if speculative is not None and has_draft else None
     if ranks is not None:
         ranks.wait_loaded(served.digest)  # else the pool would get the memory that their weights are about to take
+    sampler = _make_sampler(kernels.NAME, config.vocab_size, getattr(kernels, "contenders", None))
+    budget = None
+    if profile is not None and options.kv_cache_memory_bytes is None:
+        from engine.device_budget import measure_budget  # it imports triton
+
+        budget = measure_budget(profile, options, served, sampler, layout, groups)
     size = size_pool(
         block_bytes=layout.block_bytes,
         draft_block_bytes=0 if draft is None else draft.layout.block_bytes,
@@ -105,7 +112,8 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         max_model_len=options.max_model_len,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kv_cache_memory_share=options.kv_cache_memory_share,
-        available_bytes=max(0, _free_bytes(kernels.device) - _slot_bytes(slots, options)),
+        available_bytes=max(0, available_memory() - _slot_bytes(slots, options)),
+        budget=budget,
         groups=groups,
     )
     root = root_key(
@@ -118,7 +126,8 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         group_layout=groups.layout,
     )
     backing = options.kv_pool_backing if ranks is None else "memfd"  # which the other ranks map
-    memory = KvMemory(layout, size.num_blocks, backing, kernels.device, groups)
+    staged = kernels.NAME == "triton"  # in the interpreter too: the host then has the pool as a device would
+    memory = KvMemory(layout, size.num_blocks, backing, kernels.device, groups, staged=staged)
     pool = BlockPool(
         size.num_blocks,
         enable_caching=options.enable_prefix_caching,
@@ -138,13 +147,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         model = shared = ranks.join(served.model, memory, config.vocab_size)
         if slots is not None:
             shared.share(slots)
-    runner = ModelRunner(
-        config,
-        model,
-        memory,
-        _make_sampler(kernels.NAME, config.vocab_size, getattr(kernels, "contenders", None)),
-        slots,
-    )
+    runner = ModelRunner(config, model, memory, sampler, slots)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
     return EngineParts(
@@ -227,13 +230,6 @@ def _make_sampler(kernels: str, vocab_size: int, contenders: Contenders | None) 
 def _slot_bytes(slots: AdapterSlots | None, options: EngineOptions) -> int:
     """Of all ranks: rank 0's part of a layer is no smaller than another's."""
     return 0 if slots is None else slots.num_layer_bytes * options.tensor_parallel_size
-
-
-def _free_bytes(device: torch.device) -> int:
-    """What the pool and the steps' activations may still take there."""
-    if device.type == "cpu":
-        return available_memory()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def scheduler_config(options: EngineOptions, config: ServedConfig, max_model_len: int) -> SchedulerConfig:

@@ -34,6 +34,7 @@ from transfer_svc.adapters import WorkerAdapters
 from transfer_svc.fetch import FetchSettings, PrefixFetcher
 from transfer_svc.leases import Expired, LeaseTable
 from transfer_svc.lender import Lender
+from transfer_svc.on_host import Staging
 from transfer_svc.peers import PeerTable
 from transfer_svc.prefix_control import WorkerPrefixes, not_erased
 from transfer_svc.reservations import Reservations
@@ -112,6 +113,11 @@ class KvWorker(ABC):
             self._spawn,
         )
         self.prefixes = WorkerPrefixes(host, self.fetcher, self.reservations)
+
+    @property
+    def staging(self) -> Staging:
+        """For a pool in device memory. Copies may wait for a step, which the threads of short work must not."""
+        return Staging(self._host.memory.io, self._host.in_peer_thread)
 
     # --- what a role brings along ---
 
