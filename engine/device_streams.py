@@ -30,22 +30,26 @@ class CudaStreams:
 
     def __init__(self, device: torch.device, num_streams: int) -> None:
         self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)]
-        self._last: torch.cuda.Event = torch.cuda.Event()
-        self.mark()  # the pool is being filled with zeros
+        self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)]  # type: ignore[no-untyped-call]
+        self._last = self._record()  # the pool is being filled with zeros
 
     def mark(self) -> None:
-        last = torch.cuda.Event()
-        last.record(torch.cuda.current_stream(self._device))
-        self._last = last
+        self._last = self._record()
 
     def run(self, number: int, launch: Callable[[], None]) -> None:
-        stream, done = self._streams[number], torch.cuda.Event(blocking=True)  # the thread sleeps, it doesn't spin
+        stream = self._streams[number]
+        # Blocking: the thread sleeps meanwhile, it doesn't spin.
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             stream.wait_event(self._last)
             launch()
             done.record(stream)
         done.synchronize()
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 class HostStreams:

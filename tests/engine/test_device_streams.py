@@ -67,12 +67,12 @@ def test_a_copy_waits_for_the_last_step_and_its_thread_for_the_copy(cuda: FakeCu
     streams.mark()
     streams.run(1, lambda: cuda.log.append((cuda.current, "launch")))
     assert cuda.log == [
-        ("compute", "record event 2"),  # zeros of the pool
-        ("compute", "record event 3"),
-        ("copy 2", "wait for event 3"),
+        ("compute", "record event 1"),  # zeros of the pool
+        ("compute", "record event 2"),
+        ("copy 2", "wait for event 2"),
         ("copy 2", "launch"),
-        ("copy 2", "record event 4"),
-        ("thread", "sleep until event 4"),
+        ("copy 2", "record event 3"),
+        ("thread", "sleep until event 3"),
     ]
 
 

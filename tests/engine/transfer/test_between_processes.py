@@ -33,7 +33,7 @@ async def main():
     server = PoolServer(pool)
     server.start()
     ring = server.open_ring_lease()
-    slots = [ring.put(block_id) for block_id in range(2)]
+    slots = [ring.put(pool.buffer[block_id]) for block_id in range(2)]
     info = dataclasses.asdict(server.info)
     del info["nixl_metadata"]
     print(json.dumps(info | {"token": info["token"].hex(), "slots": slots}), flush=True)
