@@ -48,9 +48,9 @@ def round_trip(model: Path, **tiers: object) -> None:
 
 
 def test_host_and_disk(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Two blocks stay in host memory, the others come from the disk."""
     model = tiny_model("llama", num_hidden_layers=2)
-    round_trip(model, kv_offloading_size="1MiB")
-    round_trip(model, kv_disk_path=str(tmp_path / "disk"), kv_disk_size="1MiB")
+    round_trip(model, kv_offloading_size="4KiB", kv_disk_path=str(tmp_path / "disk"), kv_disk_size="1MiB")
 
 
 def test_shared_store(tiny_model: Callable[..., Path]) -> None:

@@ -53,7 +53,9 @@ async def check(workers: Cluster, oracle: Greedy) -> None:
     assert len(workers.prefill_engine.memory.buffer) == len(workers.decode_engine.memory.buffer) == 0
 
 
-@pytest.mark.parametrize(("plane", "parts"), [("auto", False), ("grpc", False), ("grpc", True)])
+@pytest.mark.parametrize(
+    ("plane", "parts"), [("auto", False), ("grpc", True), pytest.param("grpc", False, marks=pytest.mark.nightly)]
+)
 async def test_tokens_are_hugging_faces(
     plane: str, parts: bool, model: Path, oracle: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,8 +98,14 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Gates]]:
         gate.may_copy.set()
 
 
-@pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("plane", ["grpc", "shm_ring"])
+@pytest.mark.parametrize(
+    ("side", "plane"),
+    [
+        (0, "shm_ring"),
+        (1, "grpc"),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((0, "grpc"), (1, "shm_ring"))),
+    ],
+)
 async def test_cancelled_while_a_copy_is_in_flight(
     side: int, plane: str, model: Path, oracle: Greedy, gates: list[Gates]
 ) -> None:
