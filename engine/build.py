@@ -97,12 +97,11 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     draft = load_draft(speculative, options, served, threads) if speculative is not None and has_draft else None
     if ranks is not None:
         ranks.wait_loaded(served.digest)  # else the pool would get the memory that their weights are about to take
-    sampler = _make_sampler(kernels.NAME, config.vocab_size, getattr(kernels, "contenders", None))
     budget = None
     if profile is not None and options.kv_cache_memory_bytes is None:
         from engine.device_budget import measure_budget  # it imports triton
 
-        budget = measure_budget(profile, options, served, sampler, layout, groups)
+        budget = measure_budget(profile, options, served, layout, groups)
     size = size_pool(
         block_bytes=layout.block_bytes,
         draft_block_bytes=0 if draft is None else draft.layout.block_bytes,
@@ -147,7 +146,13 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         model = shared = ranks.join(served.model, memory, config.vocab_size)
         if slots is not None:
             shared.share(slots)
-    runner = ModelRunner(config, model, memory, sampler, slots)
+    runner = ModelRunner(
+        config,
+        model,
+        memory,
+        _make_sampler(kernels.NAME, config.vocab_size, getattr(kernels, "contenders", None)),
+        slots,
+    )
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
     return EngineParts(

@@ -70,12 +70,12 @@ class Staging:
     def reading(self, block_ids: Sequence[int]) -> Iterator[Sequence[Bytes]]:
         with self._lane(len(block_ids)) as lane:
             self._streams.run(lane.number, lambda: self._copy_out(lane, block_ids))
-            yield lane.rows[: len(block_ids)]
+            yield list(lane.rows[: len(block_ids)])
 
     @contextmanager
     def writing(self, block_ids: Sequence[int]) -> Iterator[Sequence[Bytes]]:
         with self._lane(len(block_ids)) as lane:
-            yield lane.rows[: len(block_ids)]
+            yield list(lane.rows[: len(block_ids)])
             self._streams.run(lane.number, lambda: self._copy_in(lane, block_ids))
 
     @contextmanager
