@@ -88,9 +88,9 @@ def test_head_sizes() -> None:
     ("old", "new"),
     [
         ("second * c + first * s).to(q_out", "second * c - first * s).to(q_out"),
-        ("_stored(second * c + first * s", "_stored(second * c - first * s"),
+        ("first * c - second * s, second * c + first * s", "first * c - second * s, second * c - first * s"),
         ("slot % BLOCK_SIZE", "(slot + 1) % BLOCK_SIZE"),
-        ("v_target + HALF, _stored(second, v", "v_target + HALF, _stored(first, v"),
+        ("_store(first, second, v,", "_store(first, first, v,"),
         ("token[:, None] * HALF + column", "token[:, None] * 0 + column"),
     ],
 )
