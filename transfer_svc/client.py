@@ -48,7 +48,7 @@ class AttachedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class ReadyBlocks:
-    """Blocks that can be read through shared memory. `keys` are empty for a partial last block."""
+    """Blocks that can be read out of the sender's pool. `keys` are empty for a partial last block."""
 
     ticket: bytes
     epoch: int
@@ -112,6 +112,8 @@ class TransferClient:
                 token=pool.token,
                 token_address=pool.token_address,
                 nixl_metadata=pool.nixl_metadata,
+                tcp_port=pool.tcp_port,
+                tcp_secret=pool.tcp_secret,
             ),
         )
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from engine.transfer.landing import Landing
 from engine.transfer.nixl_agent import ROW_WORDS, NixlAgent, Region
-from engine.transfer.plane import Plane, PlaneUnavailable, RemoteBlock, SharedPoolInfo
+from engine.transfer.plane import BLOCKS_PER_READ, Plane, PlaneUnavailable, RemoteBlock, SharedPoolInfo
 from engine.transfer.shm_vm import check_generations, check_slots, verify_copies
 
-BLOCKS_PER_READ = 64
 _HELLO_SECONDS = 2.0
 
 
