@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 256
 _SEND_BYTES = 1 << 20  # as much has to go out in STALL_SECONDS
-_NO_FD_SECONDS = 0.1
+_NO_FD_SECONDS = 1.0
 
 
 class TcpServer:
@@ -77,7 +77,7 @@ class TcpServer:
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed.is_set():
             try:
-                connection, _ = listener.accept()
+                connection, peer = listener.accept()
             except OSError as error:
                 if not self._closed.wait(_NO_FD_SECONDS):
                     logger.warning("kv transfer: plane TCP accepts nobody: %s", error)
@@ -86,14 +86,14 @@ class TcpServer:
                 if len(self._connections) >= _MAX_CONNECTIONS:
                     connection.close()
                     continue
-                thread = threading.Thread(target=self._serve, args=(connection,), name="kv-tcp-serve", daemon=True)
+                arguments = connection, peer[0]
+                thread = threading.Thread(target=self._serve, args=arguments, name="kv-tcp-serve", daemon=True)
                 self._connections[thread] = connection
             thread.start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, peer: str) -> None:
         me = threading.current_thread()
         try:
-            peer = connection.getpeername()
             connection = accept_peer(connection, self.secret, self._settings.server_tls)
             with self._lock:
                 self._connections[me] = connection  # the one that speaks TLS
@@ -101,7 +101,7 @@ class TcpServer:
                 self._answer(connection, *wanted)
         except (OSError, PlaneUnavailable) as error:
             if not self._closed.is_set():
-                logger.info("kv transfer: a connection to plane TCP from %s ended: %s", peer[0], error)
+                logger.info("kv transfer: a connection to plane TCP from %s ended: %s", peer, error)
         finally:
             connection.close()
             with self._lock:

@@ -79,10 +79,11 @@ def dial(host: str, port: int, secret: bytes, tls: Callable[[], ssl.SSLContext] 
         connection.sendall(_proof(secret, b"receiver", theirs) + nonce)
         if not hmac.compare_digest(receive(connection, _PROOF_BYTES, HELLO_SECONDS), _proof(secret, b"sender", nonce)):
             raise PlaneUnavailable(f"another process answers at {host}:{port}")
-    except BaseException as error:
+    except (OSError, ValueError) as error:  # ValueError: certificates that are being renewed
         connection.close()
-        if isinstance(error, OSError):
-            raise PlaneUnavailable(f"{host}:{port}: {error.strerror or error}") from None
+        raise PlaneUnavailable(f"{host}:{port}: {error}") from None
+    except BaseException:
+        connection.close()
         raise
     return connection
 

@@ -33,6 +33,7 @@ from engine.transfer.plane import (
 from engine.transfer.tcp_read import TcpReceiver
 from engine.transfer.tcp_server import TcpServer
 from engine.transfer.tcp_wire import TcpSettings, dial
+from pagewire.config import ConfigError
 from pagewire.ports import BindError
 from pagewire.tls import TlsFiles
 from tests.certificates import make_authority, make_certificate
@@ -404,6 +405,14 @@ def test_who_speaks_tls_sends_nothing_in_plaintext(certificates: Path, monkeypat
     monkeypatch.setattr(engine.transfer.tcp_wire, "HELLO_SECONDS", 1.0)
     with pair() as both, pytest.raises(PlaneUnavailable):
         both.open(files(certificates).client_context)
+
+
+def test_certificates_that_are_being_replaced_cost_the_plane_and_nothing_else() -> None:
+    def read() -> ssl.SSLContext:
+        raise ConfigError("tls_cert, tls_key, tls_ca: key values mismatch")
+
+    with pair() as both, pytest.raises(PlaneUnavailable, match="key values mismatch"):
+        both.open(read)
 
 
 def until(condition: Callable[[], bool]) -> None:
