@@ -47,6 +47,8 @@ class _Lane:
 class Staging:
     """Of `pool` [num_blocks, ...], each block contiguous. Thread-safe."""
 
+    are_rows_the_pool = False
+
     def __init__(self, pool: Tensor, streams: CopyStreams | None = None) -> None:
         self.block_bytes = pool[0].numel() * pool.element_size()
         self.most = rows_per_lane(self.block_bytes)

@@ -84,6 +84,8 @@ class KvTransferServicer:
                 token=info.token,
                 token_address=info.token_address,
                 nixl_metadata=info.nixl_metadata,
+                tcp_port=info.tcp_port,
+                tcp_secret=info.tcp_secret,
             ),
         )
 
@@ -140,9 +142,10 @@ class KvTransferServicer:
                                 yield message
                                 self._sender.check(request.ticket, request.epoch)
                     else:
-                        yield _ready_message(
-                            request, event, event.first_block, [(b.block_id, b.generation, b) for b in event.blocks]
-                        )
+                        async with aclosing(self._on_host(request, event)) as parts:
+                            async for part, _ in parts:
+                                placed = [(block.block_id, block.generation, block) for block in part.blocks]
+                                yield _ready_message(request, part, part.first_block, placed)
         finally:
             if ring is not None:
                 ring.close()
@@ -172,8 +175,7 @@ class KvTransferServicer:
         self, request: transfer_pb2.PullRequest, run: BlockRun, ring: RingLease | None
     ) -> AsyncGenerator[bytes, None]:
         """The run in frames, or by way of the ring."""
-        check = partial(self._sender.check, request.ticket, request.epoch)
-        async with aclosing(on_host(self._pool_server.pool, self._staging, run, check)) as parts:
+        async with aclosing(self._on_host(request, run)) as parts:
             async for part, rows in parts:
                 if ring is None:
                     for message in self._frames(request, part, rows):
@@ -182,6 +184,12 @@ class KvTransferServicer:
                 async with aclosing(self._through_ring(request, part, rows, ring)) as messages:
                     async for message in messages:
                         yield message
+
+    def _on_host(
+        self, request: transfer_pb2.PullRequest, run: BlockRun
+    ) -> AsyncGenerator[tuple[BlockRun, Sequence[Bytes]], None]:
+        check = partial(self._sender.check, request.ticket, request.epoch)
+        return on_host(self._pool_server.pool, self._staging, run, check)
 
     def _frames(self, request: transfer_pb2.PullRequest, run: BlockRun, rows: Sequence[Bytes]) -> Iterator[bytes]:
         """Whole blocks, as many as fit into a frame; a block that does not fit comes in parts with their checksums."""

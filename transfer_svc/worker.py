@@ -22,8 +22,10 @@ from engine.engine import Engine
 from engine.errors import RequestRefused
 from engine.host import EngineHost, SequencedPublisher
 from engine.transfer.negotiate import start_agent
-from engine.transfer.plane import Plane
+from engine.transfer.plane import Plane, is_host_visible
 from engine.transfer.pool_server import PoolServer
+from engine.transfer.tcp_server import TcpServer
+from engine.transfer.tcp_wire import TcpSettings
 from kvstore.block_store import StoreError
 from pagewire.admission_queue import AdmissionQueue
 from pagewire.errors import InvalidArgument
@@ -65,6 +67,7 @@ class WorkerSetup:
     fetch: FetchSettings
     planes: Sequence[Plane]
     open_channel: Callable[[str], grpc.aio.Channel]
+    tcp: TcpSettings
     clock: Callable[[], float] = time.monotonic
     random_bytes: Callable[[int], bytes] = secrets.token_bytes
 
@@ -85,9 +88,16 @@ class KvWorker(ABC):
         self.leases = LeaseTable(limits.lease_seconds, limits.max_hold_seconds, setup.random_bytes)
         self.sender = KvSender(self.leases, engine.kv_cache, setup.clock, host.announce)
         agent = start_agent(setup.planes, f"{setup.description.worker_id}/{setup.description.incarnation:x}")
-        self.pool_server = PoolServer(engine.memory, agent)
+        staging = None if is_host_visible(engine.memory) else engine.memory.io
+        tcp = TcpServer(engine.memory, setup.tcp, staging) if Plane.TCP in setup.planes else None
+        self.pool_server = PoolServer(engine.memory, agent, tcp)
         self.peers = PeerTable(
-            setup.description, setup.planes, host.in_peer_thread, setup.open_channel, self.pool_server.agent
+            setup.description,
+            setup.planes,
+            host.in_peer_thread,
+            setup.open_channel,
+            self.pool_server.agent,
+            setup.tcp.client_tls,
         )
         self.adapters = WorkerAdapters(host)
         self.reservations = Reservations(

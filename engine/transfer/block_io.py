@@ -23,6 +23,11 @@ class BlockIo(Protocol):
     """
 
     @property
+    def are_rows_the_pool(self) -> bool:
+        """Rows are the blocks themselves, and nobody waits for them."""
+        ...
+
+    @property
     def most(self) -> int: ...
     @property
     def block_bytes(self) -> int: ...
@@ -60,6 +65,7 @@ class StagedIo(BlockIo, Protocol):
 class HostBlocks:
     """Of `buffer` [num_blocks, block_bytes]."""
 
+    are_rows_the_pool = True
     most = sys.maxsize
 
     def __init__(self, buffer: Bytes) -> None:

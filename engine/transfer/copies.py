@@ -28,7 +28,14 @@ def copy_part(pool: BlockIo, block_id: int, offset: int, payload: bytes | memory
 def read_blocks(
     pool: BlockIo, receiver: BlockReceiver, blocks: Sequence[RemoteBlock], block_ids: Sequence[int], landing: Landing
 ) -> None:
-    """Reads a peer's blocks into these; raises as `receiver.read`."""
+    """Reads a peer's blocks into these; raises as `receiver.read`. A lane of staging doesn't wait for a peer."""
+    if receiver.plane.waits_for_sender and not pool.are_rows_the_pool:
+        copies = np.empty((len(block_ids), pool.block_bytes), np.uint8)
+        receiver.read(blocks, [copy.ctypes.data for copy in copies], landing)
+        with pool.writing(block_ids) as rows:
+            for row, copy in zip(rows, copies, strict=True):
+                row[:] = copy
+        return
     with pool.writing(block_ids) as rows:
         receiver.read(blocks, [row.ctypes.data for row in rows], landing)
 

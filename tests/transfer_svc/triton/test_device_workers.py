@@ -54,7 +54,8 @@ async def check(workers: Cluster, oracle: Greedy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plane", "parts"), [("auto", False), ("grpc", True), pytest.param("grpc", False, marks=pytest.mark.nightly)]
+    ("plane", "parts"),
+    [("auto", False), ("tcp", False), ("grpc", True), pytest.param("grpc", False, marks=pytest.mark.nightly)],
 )
 async def test_tokens_are_hugging_faces(
     plane: str, parts: bool, model: Path, oracle: Greedy, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +65,7 @@ async def test_tokens_are_hugging_faces(
     async with cluster(model, plane=plane, **BOTH) as workers:
         await check(workers, oracle)
         (peer,) = workers.decode.worker.peers.connected()
-        assert peer.plane.name == ("SHM_RING" if plane == "auto" else "GRPC")
+        assert peer.plane.name == ("SHM_RING" if plane == "auto" else plane.upper())
         assert workers.value(workers.decode, "pagewire:transfer_blocks_total") == 6
         await check(workers, oracle)  # warm: what decode has is not sent again
         assert workers.value(workers.decode, "pagewire:transfer_blocks_total") == 7

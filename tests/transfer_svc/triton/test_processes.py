@@ -13,7 +13,7 @@ from tests.tiny_models import VOCAB_SIZE
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("plane", ["auto", "grpc"])
+@pytest.mark.parametrize("plane", ["auto", "tcp", "grpc"])
 def test_one_prefill_one_decode(tiny_model: Callable[..., Path], plane: str) -> None:
     model = tiny_model("llama", num_hidden_layers=2)
     oracle = clear_greedy(model, 30, 4, vocab=VOCAB_SIZE, seed=4)
