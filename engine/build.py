@@ -109,7 +109,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         max_model_len=options.max_model_len,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kv_cache_memory_share=options.kv_cache_memory_share,
-        available_bytes=free if ranks is None else ranks.pool_bytes(free, layout),
+        available_bytes=free if ranks is None else ranks.machines.pool_bytes(free, layout, ranks.loaded),
         groups=groups,
     )
     root = root_key(

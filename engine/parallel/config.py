@@ -48,7 +48,7 @@ def check_parallel(options: EngineOptions) -> None:
     if isinstance(config, TransformersConfig):
         raise ModelError(
             f"{config.path}: tensor_parallel_size = {size} is not supported with model_impl = transformers: "
-            "its module knows no shards"
+            "its module is proved at start by computing it whole, which no rank has"
         )
     shard_config(config, 0, size)
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from engine.errors import EngineDied
-from engine.memory import KvLayout, KvMemory
+from engine.memory import KvMemory
 from engine.model_config import ModelError
 from engine.models.decoder import Decoder, Model
 from engine.parallel.connection import limit_sending, shut_down, socket_of
@@ -45,7 +45,7 @@ class Ranks:
         self._processes: dict[int, RankProcess] = {}
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._pids: dict[int, int] = {}
-        self._loaded: dict[int, Loaded] = {}
+        self.loaded: dict[int, Loaded] = {}
         self._has_joined = False
         self._backend = options.distributed_executor_backend
         self._give_up: Callable[[], None] = lambda: None
@@ -65,10 +65,6 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-
-    def pool_bytes(self, here: int, layout: KvLayout) -> int:
-        """What a pool may take once all have loaded; so many bytes are free on this machine."""
-        return self.machines.pool_bytes(here, layout, self._loaded)
 
     @property
     def on_death(self) -> Callable[[BaseException], None]:
@@ -91,18 +87,18 @@ class Ranks:
         starting = self._threads[0]
         starting.join(LOAD_SECONDS)
         if starting.is_alive():
-            late = sorted(self._processes.keys() - self._loaded.keys())
+            late = sorted(self._processes.keys() - self.loaded.keys())
             raise EngineDied(f"ranks {late} have not loaded their parts {LOAD_SECONDS:g} s after rank 0")
         if self._start_error is not None:
             raise self._start_error
-        self.machines.check_weights(self._loaded, digest, self._options["model"])
+        self.machines.check_weights(self.loaded, digest, self._options["model"])
 
     def join(self, model: Model, memory: KvMemory, vocab_size: int) -> ParallelModel:
         """The whole model, once all have loaded. Raises EngineDied if one dies."""
         if not isinstance(model, Decoder) or model.config.shard is None:
             raise ValueError("ranks share a model's shards")
         shard = model.config.shard
-        self.machines.check_classes(self._loaded, model.numerics_class)
+        self.machines.check_classes(self.loaded, model.numerics_class)
         tellers, elsewhere = self.machines.tellers(shard), self.machines.heads_elsewhere(shard)
         group = self._meet(memory, tells=bool(tellers))
         logger.info("tensor parallelism: %d ranks, others are processes %s", self._size, sorted(self._pids.values()))
@@ -231,8 +227,11 @@ class Ranks:
         try:
             self._accept()
             level = logging.getLogger().getEffectiveLevel()
-            for rank in self._connections:
-                self.tell_one(rank, Load(self._options, self.machines.num_sharing(rank), level))
+            for rank, connection in self._connections.items():
+                try:
+                    send(connection, Load(self._options, self.machines.num_sharing(rank), level))
+                except OSError:
+                    raise EngineDied(self._why(rank)) from None
             self._await_loaded()
         except Exception as error:
             self._start_error = error
@@ -272,7 +271,7 @@ class Ranks:
                     raise (ModelError if answer.is_expected else EngineDied)(f"rank {rank}: {answer.reason}")
                 if not isinstance(answer, Loaded):
                     raise EngineDied(f"rank {rank} answered {type(answer).__name__}")
-                self._loaded[rank] = answer
+                self.loaded[rank] = answer
 
     def _watch(self) -> None:
         ranks = {connection: rank for rank, connection in self._connections.items()}

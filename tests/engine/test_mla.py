@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.build import build_parts
-from engine.engine import Engine
 from engine.kernel_set import load_kernel_set
 from engine.lora.checkpoint import modules_of, read_adapter
 from engine.lora.errors import AdapterError
