@@ -21,11 +21,13 @@ def take_rows(layers: KvLayers, batch: PagedBatch) -> Tensor:
 
 def put_rows(layers: KvLayers, batch: PagedBatch, rows: Tensor) -> None:
     """What `take_rows` gave of another pool with the same heads."""
-    sizes = [_num_bytes(numbers, batch) for numbers, _ in _cells(layers, batch)]
-    for part, (numbers, slots) in zip(rows.split(sizes), _cells(layers, batch), strict=True):
-        values = part.clone().view(numbers.dtype)  # a copy begins where its type may
-        shape = (batch.num_tokens, numbers.shape[1], *numbers.shape[3:])
+    start = 0
+    for numbers, slots in _cells(layers, batch):
+        shape = torch.Size((batch.num_tokens, numbers.shape[1], *numbers.shape[3:]))
+        end = start + shape.numel() * numbers.itemsize
+        values = rows[start:end].clone().view(numbers.dtype)  # a copy begins where its type may
         numbers[slots.slot_blocks, :, slots.slot_offsets] = values.view(shape)
+        start = end
 
 
 def _cells(layers: KvLayers, batch: PagedBatch) -> Iterator[tuple[Tensor, PagedBatch]]:
@@ -35,8 +37,3 @@ def _cells(layers: KvLayers, batch: PagedBatch) -> Iterator[tuple[Tensor, PagedB
         for cells in (keys,) if keys is values else (keys, values):
             for numbers in (cells.values, cells.scales) if isinstance(cells, QuantizedCells) else (cells,):
                 yield numbers, batch.of_group(group)
-
-
-def _num_bytes(numbers: Tensor, batch: PagedBatch) -> int:
-    of_a_token = numbers.shape[1] * numbers.shape[3:].numel()
-    return batch.num_tokens * of_a_token * numbers.itemsize

@@ -173,5 +173,7 @@ class _Rank:
         from engine.parallel.network import connect_over_network
         from engine.parallel.rank import run_rank
 
-        is_here = isinstance(address, str)
-        run_rank(connect_rank(address, token, rank) if is_here else connect_over_network(address, token, rank), rank)
+        if isinstance(address, str):
+            run_rank(connect_rank(address, token, rank), rank)
+        else:
+            run_rank(connect_over_network(address, token, rank), rank)

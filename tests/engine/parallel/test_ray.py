@@ -1,7 +1,6 @@
 """Ranks as actors of a local Ray cluster."""
 
 import os
-import secrets
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from engine.errors import EngineDied
 from engine.model_config import ModelError
 from pagewire.sampling import SamplingParams
 from tests.decode_svc.harness import make_engine
+from tests.ray_cluster import two_nodes
 
 Tiny = Callable[..., Path]
 PROMPTS = [[5, 6, 7], [(7 * i) % 290 + 5 for i in range(21)]]
@@ -54,20 +54,11 @@ def test_the_tokens_are_those_of_one_process_and_an_actor_that_dies_is_noticed(
     assert not psutil.pid_exists(pid)
 
 
-@pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cluster whose second node alone has CPUs, at $RAY_ADDRESS: this process is on the first one."""
+@pytest.fixture(name="two_nodes")
+def _two_nodes() -> Iterator[None]:
     pytest.importorskip("ray", reason="Ray is not installed (extra pagewire[ray])")
-    from ray.cluster_utils import Cluster
-
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    small = {"object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
-    cluster.add_node(num_cpus=2, **small)
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    yield
-    cluster.shutdown()
+    with two_nodes():
+        yield
 
 
 @pytest.mark.nightly
