@@ -53,9 +53,9 @@ SETTINGS: dict[str, Setting] = {
     "chunked prefill": Setting({"max_num_batched_tokens": 8}),
     "prefix caching": Setting({"enable_prefix_caching": True}, has_effect="hits"),
     "tiers": Setting({"enable_prefix_caching": True, "kv_offloading_size": "1MiB"}, has_effect="loads"),
-    "sliding windows": Setting(family=SLIDING, changes_output=True),
     "preemption": Setting({"num_blocks": 22, "max_model_len": 48}, has_effect="preemptions"),
     "migration": Setting(),
+    "sliding windows": Setting(family=SLIDING, changes_output=True),
     "n-gram speculation": Setting(
         {"speculative_config": json.dumps(_DRAFTS | {"prompt_lookup_min": 1})}, has_effect="drafts"
     ),
