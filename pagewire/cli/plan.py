@@ -34,6 +34,13 @@ class Plan:
             "router": ("router", self.router),
         }
 
+    @property
+    def take_turns(self) -> bool:
+        """Each worker's kernels use every core, so that two steps at once would be in each other's way."""
+        num_cores = len(os.sched_getaffinity(0))
+        threads = [worker.engine.cpu_threads or num_cores for worker in self.workers.values()]
+        return len(threads) > 1 and min(threads) >= num_cores > 1
+
 
 def make_plan(flags: dict[str, Any], file: Path | None, num_prefill: int, num_decode: int) -> Plan:
     """Reads and validates everything; raises ConfigError, or CommandFailed if the model cannot be had."""
