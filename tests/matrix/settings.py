@@ -101,7 +101,7 @@ NOTES: dict[frozenset[str], str] = {
 
 
 TIGHTER: dict[frozenset[str], dict[str, Any]] = {
-    frozenset({"preemption", "sliding windows"}): {"num_blocks": 14},  # sequences hold fewer blocks
+    frozenset({"preemption", "sliding windows"}): {"num_blocks": 12},  # sequences hold fewer blocks
 }
 """Options of pairs that need others than each of the two."""
 
