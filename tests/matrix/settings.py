@@ -100,6 +100,12 @@ NOTES: dict[frozenset[str], str] = {
 """What is worth knowing of pairs that work."""
 
 
+TIGHTER: dict[frozenset[str], dict[str, Any]] = {
+    frozenset({"preemption", "sliding windows"}): {"num_blocks": 12},  # sequences hold fewer blocks
+}
+"""Options of pairs that need others than each of the two."""
+
+
 @dataclass(frozen=True)
 class Pair:
     """Two settings switched on together."""
@@ -139,7 +145,7 @@ class Pair:
     def options(self) -> dict[str, Any]:
         """The engine's, with both on."""
         one, other = self.settings
-        return {**PLAIN, **one.options, **other.options}
+        return {**PLAIN, **one.options, **other.options, **TIGHTER.get(frozenset({self.one, self.other}), {})}
 
     @property
     def plain_options(self) -> dict[str, Any]:
