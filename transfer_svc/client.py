@@ -1,8 +1,6 @@
 """The receiver's RPCs to one other worker: between the wire and plain data, block bytes past protobuf."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,15 +159,14 @@ class TransferClient:
         )
         call = self._pull(request)
         try:
-            async with aclosing(_read_ahead(call)) as messages:
-                async for message in messages:
-                    event = _event(message)
-                    if isinstance(event, transfer_pb2.PullEnd):
-                        yield _end(event, await call.trailing_metadata())
-                        return
-                    if (event.ticket, event.epoch) != (ticket, epoch) or event.group > len(first_blocks):
-                        raise FrameError(f"blocks of epoch {event.epoch} in the pull of epoch {epoch}")
-                    yield event if isinstance(event, BlockFrame) else _ready(event)
+            async for message in call:
+                event = _event(message)
+                if isinstance(event, transfer_pb2.PullEnd):
+                    yield _end(event, await call.trailing_metadata())
+                    return
+                if (event.ticket, event.epoch) != (ticket, epoch) or event.group > len(first_blocks):
+                    raise FrameError(f"blocks of epoch {event.epoch} in the pull of epoch {epoch}")
+                yield event if isinstance(event, BlockFrame) else _ready(event)
             raise FrameError("the pull ended without its end")
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
@@ -207,18 +204,6 @@ class TransferClient:
             return await method(request, timeout=timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-
-
-async def _read_ahead(call: Any) -> AsyncGenerator[bytes, None]:
-    """The call's messages. While one is being used, the next is on its way."""
-    reading = asyncio.ensure_future(call.read())
-    try:
-        while (message := await reading) is not grpc.aio.EOF:
-            reading = asyncio.ensure_future(call.read())
-            yield message
-    finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
 
 
 def _event(message: bytes) -> BlockFrame | transfer_pb2.BlocksReady | transfer_pb2.PullEnd:

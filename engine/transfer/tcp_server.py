@@ -1,7 +1,7 @@
 """Plane TCP, sender: answers reads of its pool's blocks to whoever knows the secret of the handshake.
 
 A thread accepts, and each connection has one of its own: bytes go from the pool to the kernel without the event loop.
-What a lease has ended for is of another generation, and is not sent; nor is anything that lies outside the pool.
+A slot that was given to somebody else is of another generation, and is not sent; nor is what lies outside the pool.
 """
 
 import logging
