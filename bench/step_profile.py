@@ -185,7 +185,9 @@ def summary(steps: list[dict[str, float]]) -> dict[str, float]:
     return median | {"around": around, "around share": around / median["step"], "blocked share": max(0.0, blocked)}
 
 
-def measure(model: Path, batches: list[int], ways: list[str], num_steps: int, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    model: Path, batches: list[int], ways: list[str], num_steps: int, rounds: int, prompt: int
+) -> list[dict[str, Any]]:
     """The ways by turns, `rounds` times, at each batch size."""
     profile = Profile(model)
     rows = []
@@ -193,7 +195,7 @@ def measure(model: Path, batches: list[int], ways: list[str], num_steps: int, ro
         steps: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for _ in range(rounds):
             for way in ways:
-                steps[way] += asyncio.run(profile.run(way, batch, num_steps, 64))
+                steps[way] += asyncio.run(profile.run(way, batch, num_steps, prompt))
         for way, each in steps.items():
             row = {name: round(value, 4 if "share" in name else 3) for name, value in summary(each).items()}
             rows.append({"batch": batch, "sampling": way, **row})
@@ -208,12 +210,13 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=16, help="tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     if not (given.model / "model.safetensors").exists():
         make_model(given.model)
-    rows = measure(given.model, given.batches, given.ways, given.steps, given.rounds)
+    rows = measure(given.model, given.batches, given.ways, given.steps, given.rounds, given.prompt)
     if given.csv is not None:
         with given.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, [*describe(), *rows[0]])

@@ -54,9 +54,8 @@ class NativeSampler:
         if product is None:
             logits = head.logits()
             return logits, self.sample(logits, rows)
-        passing, others = [], []
-        for i, row in enumerate(rows):
-            (passing if _seen_in_passing(row) else others).append(i)
+        passing = [i for i, row in enumerate(rows) if _seen_in_passing(row)]
+        others = [i for i, row in enumerate(rows) if not _seen_in_passing(row)]
         looks = [_look_of(rows[i]) for i in passing]
         whole = sorted({rows[i].logits_row for i in others} | set(kept))
         logits, seen = self._kernels.logits_looked_at(*product, self.vocab_size, looks, whole)

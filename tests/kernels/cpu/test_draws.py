@@ -101,8 +101,7 @@ FILTERS = [
 
 
 def test_filters_keep_what_the_reference_keeps(native: NativeKernels) -> None:
-    """Told by draws: a token of the reference's set wins, and at a huge temperature any of them can. Powers of numpy's
-    leave hardly anything unsure."""
+    """Told by draws, which are those from the reference's set. Few are unsure."""
     num_unsure = num_all = 0
     for number, shape in enumerate(FILTERED):
         logits = shape.astype(np.float32)
