@@ -198,7 +198,7 @@ def measure(
                 steps[way] += asyncio.run(profile.run(way, batch, num_steps, prompt))
         for way, each in steps.items():
             row = {name: round(value, 4 if "share" in name else 3) for name, value in summary(each).items()}
-            rows.append({"batch": batch, "sampling": way, **row})
+            rows.append({"sequences": batch, "sampling": way, **row})
             print(json.dumps(rows[-1]), flush=True)
     profile.engine.close()
     return rows

@@ -66,7 +66,7 @@ class PagedBatch:
                 for position in range(kv_len - query_len, kv_len)
             ]
         width = max((len(table) for table in block_tables), default=0)
-        tables = np.zeros((len(block_tables), width), dtype=np.int64)  # torch takes 10 µs a row where numpy takes 2
+        tables = np.zeros((len(block_tables), width), dtype=np.int64)  # cheaper row by row than torch
         for row, (table, first) in enumerate(zip(block_tables, firsts, strict=True)):
             tables[row, first : len(table)] = table[first:]
             if first:
