@@ -21,7 +21,6 @@ from engine.permitted_drafts import PermittedDrafts
 from engine.prompt_lookup import NgramProposer
 from engine.recent_texts import RecentTexts
 from engine.sample import SampledToken
-from engine.sampler import Contenders, RowSampler, Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Schedule
 from engine.sizing import available_memory, size_pool
@@ -83,6 +82,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     from engine.kernel_set import load_kernel_set
     from engine.loading import load_served_model
     from engine.runner import ModelRunner, set_cpu_threads
+    from engine.sampler_choice import sampler_for
 
     quantization = None if options.quantization == "none" else options.quantization
     num_here = 1 if ranks is None else ranks.machines.num_here
@@ -155,7 +155,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         config,
         model,
         memory,
-        _make_sampler(kernels.NAME, config.vocab_size, getattr(kernels, "contenders", None)),
+        sampler_for(kernels, config.vocab_size),
         slots,
     )
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
@@ -226,15 +226,6 @@ def _plan_groups(options: EngineOptions, config: ServedConfig, *, has_draft: boo
     if reason is not None and any(windows):
         logger.warning("layers with a window keep the KV of the whole sequence: %s", reason)
     return groups
-
-
-def _make_sampler(kernels: str, vocab_size: int, contenders: Contenders | None) -> RowSampler:
-    """The one that draws where the logits are."""
-    if kernels == "triton":
-        from engine.device_sampler import DeviceSampler
-
-        return DeviceSampler(vocab_size)
-    return Sampler(vocab_size, contenders)
 
 
 def _slot_bytes(slots: AdapterSlots | None, num_ranks: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from engine.head_rows import HeadRows
 from engine.request import TokenLogprobs
 from engine.sample import SampledToken, SampleRow
 from engine.sampler import GREEDY_TEMPERATURE, Sampler
@@ -27,6 +28,13 @@ class DeviceSampler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._host = Sampler(vocab_size)
+
+    def sample_from(
+        self, head: HeadRows, rows: Sequence[SampleRow], kept: Sequence[int]
+    ) -> tuple[torch.Tensor, list[SampledToken]]:
+        """See `engine.sampler.RowSampler`."""
+        logits = head.logits()
+        return logits, self.sample(logits, rows)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """One token per row from logits [R, V] on the device; several rows may share a `logits_row`."""

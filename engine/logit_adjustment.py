@@ -16,9 +16,9 @@ def adjust(raw: Row, row: SampleRow) -> Row:
     What may not be drawn, logit bias, then repetition, frequency and presence penalties. A token that may not be drawn
     stays at -inf whatever is added to it.
     """
-    params = row.params
-    if not (row.suppressed_token_ids or params.logit_bias or row.allowed is not None or _has_penalties(row)):
+    if not is_adjusted(row):
         return raw
+    params = row.params
     logits = drawable(raw, row)
     if params.logit_bias:
         ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64, count=len(params.logit_bias))
@@ -30,6 +30,11 @@ def adjust(raw: Row, row: SampleRow) -> Row:
         logits[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
         logits[seen] -= np.float32(params.presence_penalty)
     return logits
+
+
+def is_adjusted(row: SampleRow) -> bool:
+    """Whether anything is asked for that changes the logits."""
+    return bool(row.suppressed_token_ids or row.params.logit_bias or row.allowed is not None or _has_penalties(row))
 
 
 def drawable(raw: Row, row: SampleRow) -> Row:

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from engine.batch import build_batch
+from engine.head_rows import HeadRows
 from engine.kernel_set import with_kv_format
 from engine.lora.slots import AdapterSlots
 from engine.lora.step import LoraStep
@@ -71,7 +72,7 @@ class ModelRunner:
         if not batch.logits_rows.numel():
             return [[] for _ in schedule.items]
         sampling_rows = self._adapters([slots[row] for row in batch.logits_rows.tolist()] if slots else [])
-        logits = self._model.logits(hidden[batch.logits_rows.to(device)], sampling_rows)
+        head = HeadRows(self._model, hidden[batch.logits_rows.to(device)], sampling_rows)
         sampling = [item for item in schedule.items if item.sample]
         first_rows = [0, *accumulate(1 + len(item.draft_token_ids) for item in sampling)]
         rows = [
@@ -79,9 +80,12 @@ class ModelRunner:
             for item, row in zip(sampling, first_rows, strict=False)
             for choice in item.sequence.choices_to_sample
         ]
-        tokens = iter(self._sampler.sample(logits, rows))
+        ahead, kept = self._rows_after_drafts(sampling, first_rows)
+        logits, drawn = self._sampler.sample_from(head, [*rows, *ahead], kept)
+        tokens, of_ahead = iter(drawn), drawn[len(rows) :]
+        foreseen = {row.logits_row: token for row, token in zip(ahead, of_ahead, strict=True)}
         sampled = [[next(tokens) for _ in item.sequence.choices_to_sample] for item in sampling]
-        self._sample_after_drafts(logits, list(zip(sampling, first_rows, sampled, strict=False)))
+        self._sample_after_drafts(logits, list(zip(sampling, first_rows, sampled, strict=False)), foreseen)
         of_items = iter(sampled)
         return [next(of_items) if item.sample else [] for item in schedule.items]
 
@@ -118,12 +122,30 @@ class ModelRunner:
                 logits, token_ids, sequence.params.prompt_logprobs or 0
             )
 
+    def _rows_after_drafts(
+        self, sampling: Sequence[ScheduledSequence], first_rows: Sequence[int]
+    ) -> tuple[list[SampleRow], list[int]]:
+        """Rows that can be asked before it is known whether their drafts come true; and others, by their number."""
+        ahead, kept = [], []
+        for item, first_row in zip(sampling, first_rows, strict=False):
+            sequence = item.sequence
+            after = range(1, 1 + len(item.draft_token_ids))
+            if sequence.is_constrained or sequence.params.has_penalties:
+                kept += [first_row + i for i in after]
+            else:
+                ahead += [self._sample_row(item, first_row + i, sequence.choice, i) for i in after]
+        return ahead, kept
+
     def _sample_after_drafts(
-        self, logits: torch.Tensor, sampled: list[tuple[ScheduledSequence, int, list[SampledToken]]]
+        self,
+        logits: torch.Tensor,
+        sampled: list[tuple[ScheduledSequence, int, list[SampledToken]]],
+        foreseen: dict[int, SampledToken],
     ) -> None:
         """Goes on where the drawn token is the draft; what was computed after another token is in vain.
 
         `sampled` has each item, its first row in `logits`, and its tokens so far, which get those that follow.
+        `foreseen` are tokens by their row.
         """
         num_accepted = 0
         while sampled := [
@@ -135,9 +157,12 @@ class ModelRunner:
             rows = [
                 self._sample_row(item, first_row + num_accepted, item.sequence.choice, num_accepted)
                 for item, first_row, _ in sampled
+                if first_row + num_accepted not in foreseen
             ]
-            for (_, _, tokens), token in zip(sampled, self._sampler.sample(logits, rows), strict=True):
-                tokens.append(token)
+            drawn = iter(self._sampler.sample(logits, rows) if rows else ())
+            for _, first_row, tokens in sampled:
+                token = foreseen.get(first_row + num_accepted)
+                tokens.append(next(drawn) if token is None else token)
 
     def _sample_row(self, item: ScheduledSequence, logits_row: int, choice: int, num_accepted: int = 0) -> SampleRow:
         """`num_accepted` drafts count as output before the token to sample."""

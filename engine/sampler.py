@@ -3,7 +3,7 @@
 Order, as vLLM's: raw log-probabilities are taken; allowed_token_ids, bad_words, grammar and min_tokens; logit bias;
 repetition, frequency and presence penalties; greedy stops here; temperature; min-p; top-k; top-p;
 argmax(logits / T + gumbel). Rows are processed one by one in numpy, so a row's token and log-probabilities do not
-depend on its neighbours (DESIGN §4).
+depend on its neighbours (DESIGN §4). `engine.native_sampler` and `engine.device_sampler` draw the same tokens.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engine import philox
 from engine.candidates import Candidates, Ids, Row, filter_candidates, likeliest
+from engine.head_rows import HeadRows
 from engine.logit_adjustment import adjust, drawable
 from engine.philox import NoiseKey
 from engine.request import TokenLogprobs
@@ -31,27 +32,30 @@ _ROUNDING = 1e-6  # relative slack: the bound must hold in spite of rounding
 
 
 class RowSampler(Protocol):
-    """What the runner asks of a sampler: this file's, or `engine.device_sampler`'s where the logits are on a GPU."""
+    """What the runner asks of a sampler: this file's, or another one for the kernel set."""
+
+    def sample_from(
+        self, head: HeadRows, rows: Sequence[SampleRow], kept: Sequence[int]
+    ) -> tuple[torch.Tensor, list[SampledToken]]:
+        """One token per row, and the logits [R, V], of which only the rows `kept` need be there."""
+        ...
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]: ...
     def logprobs_of(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]: ...
 
 
-class Contenders(Protocol):
-    """Finds, quickly, the indexes of all that may win a draw, ascending; None if it can't tell few enough.
-
-    The native kernels' (kernels/cpu/gumbel.py). What they leave is decided here, so tokens are the same without it.
-    """
-
-    def __call__(self, logits: Row, token_ids: Ids | None, temperature: float, key: NoiseKey, /) -> Ids | None: ...
-
-
 class Sampler:
     """Draws tokens from logits. Has no state: the same row gives the same token, always."""
 
-    def __init__(self, vocab_size: int, contenders: Contenders | None = None) -> None:
+    def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._contenders = contenders
+
+    def sample_from(
+        self, head: HeadRows, rows: Sequence[SampleRow], kept: Sequence[int]
+    ) -> tuple[torch.Tensor, list[SampledToken]]:
+        """See `RowSampler`."""
+        logits = head.logits()
+        return logits, self.sample(logits, rows)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """One token per row from logits [R, V]; several rows may share a `logits_row`.
@@ -61,7 +65,7 @@ class Sampler:
         """
         table = logits.detach().to(device="cpu", dtype=torch.float32).numpy()
         with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked, row by row
-            return [sample_row(table[row.logits_row, : self.vocab_size], row, self._contenders) for row in rows]
+            return [sample_row(table[row.logits_row, : self.vocab_size], row) for row in rows]
 
     def logprobs_of(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """Those of `token_ids` [R], each by its row of logits [R, V]."""
@@ -70,7 +74,7 @@ class Sampler:
             return [token_logprobs(row, token_id, num_top) for row, token_id in zip(table, token_ids, strict=True)]
 
 
-def sample_row(raw: Row, row: SampleRow, contenders: Contenders | None = None) -> SampledToken:
+def sample_row(raw: Row, row: SampleRow) -> SampledToken:
     """Draws from one row of model logits [V]."""
     if row.error is not None:
         return SampledToken(-1, error=row.error, field=_blamed(row))
@@ -91,7 +95,7 @@ def sample_row(raw: Row, row: SampleRow, contenders: Contenders | None = None) -
     else:
         candidates = filter_candidates(logits, row.params)
         key = NoiseKey(row.seed, row.position, row.choice)
-        token_id = draw(candidates, row.params.temperature, key, contenders)
+        token_id = draw(candidates, row.params.temperature, key)
     wanted = row.params.logprobs
     if wanted is None:
         return SampledToken(token_id)
@@ -113,13 +117,13 @@ def _blamed(row: SampleRow) -> str:
     return "params.min_tokens" if row.suppressed_token_ids else "params.logit_bias"
 
 
-def draw(candidates: Candidates, temperature: float, key: NoiseKey, contenders: Contenders | None = None) -> int:
+def draw(candidates: Candidates, temperature: float, key: NoiseKey) -> int:
     """argmax over the candidates of logit / T + gumbel(key, token); among equals the lowest id."""
-    index = None
-    if contenders is not None:
-        index = contenders(candidates.logits, candidates.ids, temperature, key)
-    if index is None:
-        index = bounded_contenders(candidates, temperature, key)
+    return decide(candidates, bounded_contenders(candidates, temperature, key), temperature, key)
+
+
+def decide(candidates: Candidates, index: Ids, temperature: float, key: NoiseKey) -> int:
+    """The draw's token, which is one of the candidates at `index`, ascending."""
     if len(index) == 1:
         return int(candidates.token_ids(index)[0])
     return int(candidates.token_ids(index)[_perturbed(candidates, index, temperature, key).argmax()])

@@ -10,6 +10,7 @@ Tokens of all sequences lie one after another, without padding: sequence s has r
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,16 +66,16 @@ class PagedBatch:
                 for position in range(kv_len - query_len, kv_len)
             ]
         width = max((len(table) for table in block_tables), default=0)
-        tables = torch.zeros(len(block_tables), width, dtype=torch.int64)
+        tables = np.zeros((len(block_tables), width), dtype=np.int64)  # cheaper row by row than torch
         for row, (table, first) in enumerate(zip(block_tables, firsts, strict=True)):
-            tables[row, first : len(table)] = torch.tensor(table[first:], dtype=torch.int64)
+            tables[row, first : len(table)] = table[first:]
             if first:
-                tables[row, :first] = tables[row, first].clone()
+                tables[row, :first] = tables[row, first]
         slot_mapping = torch.tensor(slots, dtype=torch.int64)
         return PagedBatch(
             cu_seqlens=tuple(cu_seqlens),
             kv_lens=tuple(kv_lens),
-            block_tables=tables,
+            block_tables=torch.from_numpy(tables),
             slot_blocks=slot_mapping // block_size,
             slot_offsets=slot_mapping % block_size,
             block_size=block_size,

@@ -7,11 +7,12 @@ from itertools import accumulate
 import torch
 
 from engine.draft.drafter import DraftChunk
+from engine.head_rows import HeadRows
 from engine.memory import KvMemory
 from engine.models.decoder import Decoder
 from engine.sample import SampleRow
 from engine.sample_row import row_of
-from engine.sampler import Sampler
+from engine.sampler_choice import sampler_for
 from kernels.paged import PagedBatch
 from pagewire.grammar import GrammarError
 
@@ -24,7 +25,7 @@ class DraftRunner:
         self._model = model
         self._memory = memory
         self._eos_token_ids = eos_token_ids
-        self._sampler = Sampler(model.config.vocab_size)
+        self._sampler = sampler_for(model.kernels, model.config.vocab_size)
 
     def run(self, chunks: Sequence[DraftChunk]) -> list[int | None]:
         """See `DraftModel`."""
@@ -42,7 +43,7 @@ class DraftRunner:
         last_rows = [end - 1 for end, chunk in zip(accumulate(query_lens), chunks, strict=True) if chunk.sample]
         if not last_rows:
             return [None] * len(chunks)
-        logits = self._model.logits(hidden[torch.tensor(last_rows)])
+        head = HeadRows(self._model, hidden[torch.tensor(last_rows)])
         sampling = [chunk for chunk in chunks if chunk.sample]
         rows = [
             row_of(chunk.sequence, row, chunk.sequence.choice, self._eos_token_ids, chunk.draft_token_ids)
@@ -52,7 +53,7 @@ class DraftRunner:
             self._constrained(replace(row, params=replace(row.params, logprobs=None)), chunk)
             for row, chunk in zip(rows, sampling, strict=True)
         ]
-        drawn = iter(self._sampler.sample(logits, silent))
+        drawn = iter(self._sampler.sample_from(head, silent, ())[1])
         tokens = [next(drawn) if chunk.sample else None for chunk in chunks]
         return [None if token is None or token.error is not None else token.token_id for token in tokens]
 

@@ -14,6 +14,7 @@ from engine.model_config import ModelConfig
 from engine.parallel.group import RankGroup
 from engine.parallel.vocabulary import embed
 from engine.weight_source import Projection, WeightSource
+from kernels.lora import Lora
 from kernels.paged import PagedBatch
 
 EMBEDDING, HEAD = ("embed_tokens",), ("lm_head",)
@@ -123,6 +124,17 @@ class Decoder:
 
         Of a rank: those of its own part of the vocabulary.
         """
-        lora = None if adapters is None else adapters.of(HEAD)
+        lora = self._head_lora(adapters)
         logits = self.kernels.logits(self.norm(hidden), self.head, lora=lora)
         return logits if self.config.final_cap is None else self.kernels.soft_cap(logits, self.config.final_cap)
+
+    @torch.inference_mode()
+    def head_input(self, hidden: Tensor, adapters: LoraStep | None = None) -> Tensor | None:
+        """Rows [R, hidden] whose product with `head` is the logits; None where more happens to them."""
+        if self.config.final_cap is not None or self._head_lora(adapters) is not None:
+            return None
+        return self.norm(hidden)
+
+    @staticmethod
+    def _head_lora(adapters: LoraStep | None) -> Lora | None:
+        return None if adapters is None else adapters.of(HEAD)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODULE = "pagewire_kernels_cpu"
-ABI = 7
+ABI = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import reference, tiled
-from kernels.cpu import gumbel, packed
+from kernels.cpu import draws, packed
+from kernels.cpu.draws import Draw, Drawn
 from kernels.cpu.extension import Extension
+from kernels.cpu.looks import Look, Looks, Seen
 from kernels.cpu.lora import activate_strips, add_lora, as_strips
 from kernels.cpu.packed import DTYPES, PackedWeight
 from kernels.cpu.packed_groups import NUMBERS, PackedGroups, pack_groups
@@ -153,15 +155,29 @@ class NativeKernels:
         """
         add_lora(self._ops, y, x, change)
 
-    def contenders(
-        self,
-        logits: NDArray[np.float32],
-        token_ids: NDArray[np.int64] | None,
-        temperature: float,
-        key: tuple[int, int, int, int],
-    ) -> NDArray[np.int64] | None:
-        """Which of a row's tokens can win the draw; see `gumbel.contenders`."""
-        return gumbel.contenders(self._ops, logits, token_ids, temperature, key)
+    def draw(self, each: Sequence[Draw]) -> list[Drawn]:
+        """Who may win each draw from a row of logits; see `draws.run`."""
+        return draws.run(self._ops, each)
+
+    def look(self, logits: NDArray[np.float32], num_columns: int, looks: Sequence[Look]) -> list[Seen]:
+        """What `looks` ask about the first `num_columns` of each row of logits [R, V]."""
+        return Looks(looks).run(self._ops, logits, num_columns)
+
+    def logits_looked_at(
+        self, x: Tensor, weight: Tensor | NativeWeight, num_columns: int, looks: Sequence[Look], whole: Sequence[int]
+    ) -> tuple[Tensor, list[Seen]]:
+        """`logits`, of which only the rows `whole` are written, and what the looks see of any, to the bits of `look`.
+
+        x [M, K], W [V, K] -> [M, V]. The other rows take no memory unless somebody touches them.
+        """
+        made = self._pack_once(weight, None)
+        table, rows = Looks(looks), np.asarray(whole, dtype=np.int64)
+        panel_bytes = made.data.nbytes // -(-made.num_out // packed.PANEL_ROWS)
+        questions = self._ops.Questions(
+            table.address, len(table), rows.ctypes.data, len(rows), num_columns, panel_bytes
+        )
+        y = self._linear(x, made, None, 0, torch.float32, questions.address)
+        return y, table.seen()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
         """y = x / sqrt(mean(x²) + eps) · w, or · (1 + w) with `unit_offset`, over the last dimension."""
@@ -326,7 +342,13 @@ class NativeKernels:
         return out
 
     def _linear(
-        self, x: Tensor, weight: NativeWeight, residual: Tensor | None, activation: int, out_type: torch.dtype
+        self,
+        x: Tensor,
+        weight: NativeWeight,
+        residual: Tensor | None,
+        activation: int,
+        out_type: torch.dtype,
+        questions: int = 0,
     ) -> Tensor:
         if isinstance(weight, PackedGroups) and weight.order is not None:
             x = x.index_select(1, weight.order)
@@ -356,12 +378,13 @@ class NativeKernels:
         data = (rows.data_ptr(), rows.stride(0), weight.data.data_ptr())
         if isinstance(weight, PackedGroups):
             groups = (weight.scale_form, weight.scales.data_ptr(), _address(weight.offsets), weight.group_size)
-            self._ops.linear_grouped(DTYPES[x.dtype], NUMBERS[weight.kind], *data, *groups, *arguments)
+            self._ops.linear_grouped(DTYPES[x.dtype], NUMBERS[weight.kind], *data, *groups, *arguments, questions)
         elif weight.scales is None:
-            self._ops.linear(DTYPES[x.dtype], *data, *arguments)
+            self._ops.linear(DTYPES[x.dtype], *data, *arguments, questions)
         else:
             self._ops.linear_int8(
-                DTYPES[x.dtype], *data, weight.scales.data_ptr(), *arguments, self.quantization == "w8a8"
+                *(DTYPES[x.dtype], *data, weight.scales.data_ptr(), *arguments),
+                *(self.quantization == "w8a8", questions),
             )
         return out
 

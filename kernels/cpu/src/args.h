@@ -211,24 +211,93 @@ struct GroupedEmbeddingArgs {
   int64_t scale_panel_bytes;
 };
 
-// What one thread found in its part of a row: the best score, and who is near it (index into the candidates, score).
+// What the noise of a position depends on besides the token, as in engine/philox.py.
+struct GumbelKey {
+  uint64_t seed;
+  uint32_t position, choice, domain;
+};
+
+// Candidates so far: the best score, and who is near it (index, score).
 constexpr int64_t GUMBEL_ROOM = 256;
 constexpr double GUMBEL_MARGIN = 1e-4;     // how near, in nats
 constexpr double GUMBEL_ROUNDING = 1e-15;  // and of the best score: float64's own rounding
 struct GumbelPart {
   double best;
-  int64_t count;  // -1: more than there is room for; it looked no further then, and score[0] is above whatever it has
+  int64_t count;  // -1: more than there is room for
   int64_t index[GUMBEL_ROOM];
   double score[GUMBEL_ROOM];
 };
 
-// Candidates that can win argmax(logit / temperature + noise) (gumbel.h).
-struct GumbelArgs {
+// What is asked about a row of logits and what was found (looks.h). kernels/cpu/looks.py has the same fields.
+constexpr int64_t MOST_TOP = 128;
+struct Look {
+  const float* logits;  // null: row `row` of those being made
+  int64_t row;
+  int64_t num_top;      // how many of the likeliest, 1 ... MOST_TOP
+  int64_t token;        // whose rank is wanted, -1: none. Of whole rows only
+  double temperature;   // 0: nothing is drawn
+  GumbelKey key;
+  int32_t wants_total;  // log-sum-exp
+  int32_t is_broken;    // found: there is a NaN
+  int64_t num_found, num_contenders, rank;
+  double log_total;
+  int64_t top_ids[MOST_TOP];        // the likeliest first; of equals the lowest id
+  float top_values[MOST_TOP];
+  int64_t contenders[GUMBEL_ROOM];  // who may win the draw; num_contenders -1: more than there is room for
+};
+
+// What one thread has seen of a row, or all there is to see.
+struct LookPart {
+  bool is_broken;
+  float floor;  // what exceeds it is among the likeliest
+  int64_t num_top;
+  int64_t ids[MOST_TOP];
+  float values[MOST_TOP];
+  GumbelPart gumbel;
+};
+
+// For each 32 columns of a row the largest logit, and the sum of e^(logit - it).
+struct Powers {
+  float* largest;
+  float* sums;
+};
+
+// Looks at the logits while they are made; only rows listed in `whole` are written.
+struct Beside {
+  Look* looks;
+  int64_t num_looks;
+  const int64_t* whole;
+  int64_t num_whole;
+  int64_t num_columns;  // what lies beyond is padding of the weight
+  int64_t panel_bytes;  // of the weight
+  LookPart* parts;      // [threads, looks]
+  float* powers;        // [looks, 2, panels]; with none that wants a total not there
+  int64_t num_panels;   // a multiple of 16
+};
+
+// Looks at whole rows of num_columns.
+struct RowLooksArgs {
+  Look* looks;
+  int64_t num_looks, num_columns, num_panels;
+  LookPart* parts;  // [looks]
+};
+
+// Draws from whole rows, filtered by min-p, top-k and top-p (draws.h). kernels/cpu/draws.py has the same fields.
+struct Draw {
   const float* logits;
-  const int64_t* ids;  // of the candidates, ascending; null: 0, 1, 2 …
-  int64_t count;
-  double temperature;
-  uint32_t key[2];
-  uint32_t position, choice, domain;
-  GumbelPart* parts;  // one for each thread
+  const int64_t* ids;   // of the candidates, ascending; null: 0, 1, 2 ...
+  const float* powers;  // e^((logit - the largest) / T) if the caller has them, good to `margin`; else null
+  int64_t count, top_k;
+  double temperature;   // 0: only the likeliest is wanted
+  double depth;         // T ln(min_p); -inf: none
+  double top_p, margin;
+  GumbelKey key;
+  int32_t state;        // found: DRAWN, NOT_FINITE or UNSURE
+  int64_t likeliest, num_contenders;
+  int64_t contenders[GUMBEL_ROOM];  // indexes
+};
+enum DrawState : int { DRAWN = 0, NOT_FINITE = 1, UNSURE = 2 };
+struct DrawsArgs {
+  Draw* draws;
+  int64_t num_draws, most;  // candidates of a draw
 };

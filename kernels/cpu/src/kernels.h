@@ -8,6 +8,14 @@ struct Op {
   int64_t (*scratch_bytes)(const Args&);  // for each thread
 };
 
+// A linear op that looks at its result chunk by chunk (looks.h).
+template <typename Args>
+struct LookedArgs {
+  const Op<Args>* linear;
+  Args args;
+  Beside beside;
+};
+
 struct OpsOfType {
   Op<LinearArgs> linear;
   Op<AttentionArgs> attention;        // whole tiles, or partial results of single splits if `partials` is set
@@ -35,7 +43,11 @@ struct OpsOfType {
 struct Kernels {
   OpsOfType float32;
   OpsOfType bfloat16;
-  Op<GumbelArgs> gumbel;
+  Op<LookedArgs<LinearArgs>> looked;
+  Op<LookedArgs<GroupedArgs>> looked_grouped;
+  Op<Beside> totals;
+  Op<RowLooksArgs> row_looks;
+  Op<DrawsArgs> draws;
   const OpsOfType& of(int dtype) const { return dtype == BFLOAT16 ? bfloat16 : float32; }
 };
 

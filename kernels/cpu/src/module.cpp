@@ -46,24 +46,82 @@ void run(const Op<Args>& op, const Args& args, bool wide) {
       &call, op.scratch_bytes(args), wide);
 }
 
-// Joins what the threads found: a part's floor is below that of all, so what is near the best of all is in some part.
-int64_t gumbel_winners(const GumbelPart* parts, int num_parts, int64_t* found) {
-  double best = parts[0].best;
-  for (int part = 1; part < num_parts; ++part) best = parts[part].best > best ? parts[part].best : best;
-  const double floor = best - GUMBEL_MARGIN - GUMBEL_ROUNDING * (best < 0 ? -best : best);
-  int64_t count = 0;
-  for (int part = 0; part < num_parts; ++part) {
-    if (parts[part].count < 0) {
-      if (parts[part].score[0] < floor) continue;
-      return -1;
-    }
-    for (int64_t i = 0; i < parts[part].count; ++i) {
-      if (parts[part].score[i] < floor) continue;
-      if (count == GUMBEL_ROOM) return -1;
-      found[count++] = parts[part].index[i];
-    }
+// What the threads have seen of a row becomes what was found of it. A thread's columns ascend, so its ties do.
+void join(Look& look, LookPart* parts, int num_parts, int64_t stride) {
+  std::vector<int64_t> taken(num_parts, 0);
+  look.is_broken = 0, look.num_found = 0, look.num_contenders = 0;
+  double best = parts[0].gumbel.best;
+  for (int i = 0; i < num_parts; ++i) {
+    look.is_broken |= parts[i * stride].is_broken;
+    if (parts[i * stride].gumbel.best > best) best = parts[i * stride].gumbel.best;
   }
-  return count;
+  while (look.num_found < look.num_top) {
+    const LookPart* first = nullptr;
+    int from = 0;
+    for (int i = 0; i < num_parts; ++i) {
+      const LookPart& part = parts[i * stride];
+      const int64_t at = taken[i];
+      if (at == part.num_top) continue;
+      const bool before = !first || part.values[at] > first->values[taken[from]] ||
+                          (part.values[at] == first->values[taken[from]] && part.ids[at] < first->ids[taken[from]]);
+      if (before) first = &part, from = i;
+    }
+    if (!first) break;
+    look.top_ids[look.num_found] = first->ids[taken[from]];
+    look.top_values[look.num_found++] = first->values[taken[from]++];
+  }
+  const double floor = best - GUMBEL_MARGIN - GUMBEL_ROUNDING * (best < 0 ? -best : best);
+  for (int i = 0; i < num_parts; ++i) {
+    const GumbelPart& part = parts[i * stride].gumbel;
+    for (int64_t j = 0; j < part.count && look.num_contenders >= 0; ++j) {
+      if (part.score[j] < floor) continue;
+      look.num_contenders = look.num_contenders == GUMBEL_ROOM ? -1 : look.num_contenders + 1;
+      if (look.num_contenders > 0) look.contenders[look.num_contenders - 1] = part.index[j];
+    }
+    if (part.count < 0) look.num_contenders = -1;
+    if (look.num_contenders < 0) return;
+  }
+}
+
+// In whole vectors of them.
+int64_t panels_of(int64_t num_columns) { return (num_columns + 16 * PANEL - 1) / (16 * PANEL) * 16; }
+
+// Asked of a linear op about its result, with room for what its threads see. Python makes one for each call.
+struct Questions {
+  Beside beside;
+  std::vector<LookPart> parts;
+  std::vector<float> powers;
+
+  Questions(Address looks, int64_t num_looks, Address whole, int64_t num_whole, int64_t num_columns, int64_t panel_bytes)
+      : beside{at<Look>(looks), num_looks, at<int64_t>(whole), num_whole,
+               num_columns,     panel_bytes, nullptr, nullptr, panels_of(num_columns)} {}
+
+  void make_room(int num_threads) {
+    bool wants_total = false;
+    for (int64_t i = 0; i < beside.num_looks; ++i) wants_total |= beside.looks[i].wants_total != 0;
+    parts.resize(num_threads * beside.num_looks);
+    if (wants_total) powers.resize(beside.num_looks * 2 * beside.num_panels);
+    beside.parts = parts.data(), beside.powers = wants_total ? powers.data() : nullptr;
+  }
+};
+
+template <typename Args>
+const Op<LookedArgs<Args>>& looked();
+template <>
+const Op<LookedArgs<LinearArgs>>& looked() { return active->looked; }
+template <>
+const Op<LookedArgs<GroupedArgs>>& looked() { return active->looked_grouped; }
+
+// A linear op, or the same with questions about its result.
+template <typename Args>
+void run_linear(const Op<Args>& op, const Args& args, bool wide, Questions* questions) {
+  if (!questions) return run(op, args, wide);
+  const int num_threads = wide ? Pool::instance().num_threads() : 1;
+  questions->make_room(num_threads);
+  Beside& beside = questions->beside;
+  run(looked<Args>(), LookedArgs<Args>{&op, args, beside}, wide);
+  if (beside.powers) run(active->totals, beside, beside.num_looks > 1);
+  for (int64_t i = 0; i < beside.num_looks; ++i) join(beside.looks[i], beside.parts + i, num_threads, beside.num_looks);
 }
 
 std::vector<std::tuple<std::string, std::string, bool>> isas() {
@@ -101,7 +159,7 @@ char* padded_rows(const char* x, int64_t x_stride, int64_t m, int64_t k, int64_t
 }
 
 void linear(int dtype, Address x, int64_t x_stride, Address weight, Address bias, Address residual, int64_t residual_stride,
-            Address out, int64_t out_stride, int64_t m, int64_t n_out, int64_t k, int activation, bool float32_out) {
+            Address out, int64_t out_stride, int64_t m, int64_t n_out, int64_t k, int activation, bool float32_out, Address questions) {
   std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
   const int64_t size = element_size(dtype), depth = (k * size + 63) / 64 * 64 / size;
   if (k != depth) {
@@ -111,7 +169,7 @@ void linear(int dtype, Address x, int64_t x_stride, Address weight, Address bias
   const LinearArgs args{at(x),    at<char>(weight), at<float>(bias), at(residual),    at(out),    m,          n_out,
                         k,        x_stride,         residual_stride, out_stride,      activation, float32_out, nullptr,
                         nullptr,  nullptr};
-  run(ops(dtype).linear, args, m * n_out * k >= SMALL);
+  run_linear(ops(dtype).linear, args, m * n_out * k >= SMALL, at<Questions>(questions));
 }
 
 int64_t block_depth(int numbers) { return numbers == INT8 || numbers == FP8 ? INT8_DEPTH : INT4_DEPTH; }
@@ -128,7 +186,7 @@ int64_t scale_panel_bytes(int form, int64_t num_groups, int64_t depth) {
 }
 
 // x in fixed point (ops/fixed.h), in the pool's shared memory, times the weight.
-void fixed_linear(int dtype, GroupedArgs args, int64_t depth, bool wide) {
+void fixed_linear(int dtype, GroupedArgs args, int64_t depth, bool wide, Questions* questions) {
   const LinearArgs& a = args.linear;
   const int64_t block = block_depth(args.numbers), num_blocks = depth / block;
   args.flush = args.group < block ? args.group : block;
@@ -142,13 +200,13 @@ void fixed_linear(int dtype, GroupedArgs args, int64_t depth, bool wide) {
   const FixedRowsArgs rows{a.x, fixed, scales, starts, sums, args.numbers, a.m, a.k, a.x_stride, depth, args.flush};
   run(ops(dtype).fixed_rows, rows, a.m > 1 && a.m * a.k >= SMALL);
   args.fixed = fixed, args.fixed_scales = scales, args.fixed_starts = starts, args.fixed_sums = sums;
-  run(ops(dtype).linear_fixed, args, wide);
+  run_linear(ops(dtype).linear_fixed, args, wide, questions);
 }
 
 // `integers`: x is quantized too, row by row.
 void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address scales, Address bias, Address residual,
                  int64_t residual_stride, Address out, int64_t out_stride, int64_t m, int64_t n_out, int64_t k,
-                 int activation, bool float32_out, bool integers) {
+                 int activation, bool float32_out, bool integers, Address questions) {
   std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
   const bool wide = m * n_out * k >= SMALL;
   LinearArgs args{at(x), at<char>(weight), at<float>(bias), at(residual), at(out),    m,           n_out,
@@ -161,26 +219,26 @@ void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address
     int32_t* row_sums = reinterpret_cast<int32_t*>(row_scales + m);
     run(ops(dtype).quantize, QuantizeArgs{at(x), rows, row_scales, row_sums, m, k, x_stride, depth}, m > 1 && m * k >= SMALL);
     args.x = rows, args.x_stride = depth, args.x_scales = row_scales, args.x_sums = row_sums;
-    run(ops(dtype).linear_w8a8, args, wide);
+    run_linear(ops(dtype).linear_w8a8, args, wide, at<Questions>(questions));
     return;
   }
   if (ops(dtype).fixed_numbers >> INT8 & 1) {
     GroupedArgs grouped{};
     grouped.linear = args, grouped.numbers = INT8, grouped.scale_form = ONE, grouped.group = INT8_DEPTH;
-    fixed_linear(dtype, grouped, depth, wide);
+    fixed_linear(dtype, grouped, depth, wide, at<Questions>(questions));
     return;
   }
   if (k != depth) {
     args.x = padded_rows(at<char>(x), x_stride, m, k, depth, element_size(dtype));
     args.x_stride = depth;
   }
-  run(ops(dtype).linear_int8, args, wide);
+  run_linear(ops(dtype).linear_int8, args, wide, at<Questions>(questions));
 }
 
 // A weight with scales for each `group` of k, all groups covering whole blocks; `offsets`: 0 or as many.
 void linear_grouped(int dtype, int numbers, Address x, int64_t x_stride, Address weight, int scale_form, Address scales,
                     Address offsets, int64_t group, Address bias, Address residual, int64_t residual_stride, Address out, int64_t out_stride,
-                    int64_t m, int64_t n_out, int64_t k, int activation, bool float32_out) {
+                    int64_t m, int64_t n_out, int64_t k, int activation, bool float32_out, Address questions) {
   std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
   const int64_t block = block_depth(numbers), depth = (k + block - 1) / block * block;
   const int64_t num_groups = (depth + group - 1) / group, size = element_size(dtype);
@@ -190,9 +248,10 @@ void linear_grouped(int dtype, int numbers, Address x, int64_t x_stride, Address
   GroupedArgs args{};
   args.linear = linear, args.numbers = numbers, args.group = group, args.num_groups = num_groups;
   args.scale_form = scale_form, args.scales = at(scales), args.offsets = at<float>(offsets);
+  args.scale_panel_bytes = scale_panel_bytes(scale_form, num_groups, depth);
   const bool wide = m * n_out * k >= SMALL;
   if (ops(dtype).fixed_numbers >> numbers & 1) {
-    fixed_linear(dtype, args, depth, wide);
+    fixed_linear(dtype, args, depth, wide, at<Questions>(questions));
     return;
   }
   // Padded rows and sums share the pool's shared memory: asking for it twice would give the same.
@@ -207,7 +266,7 @@ void linear_grouped(int dtype, int numbers, Address x, int64_t x_stride, Address
     pad_rows(at<char>(x), x_stride, m, k, depth, size, shared);
     args.linear.x = shared, args.linear.x_stride = depth;
   }
-  run(ops(dtype).linear_grouped, args, wide);
+  run_linear(ops(dtype).linear_grouped, args, wide, at<Questions>(questions));
 }
 
 void attention(int dtype, Address q, int64_t q_stride, Address k_cache, int64_t k_block_stride, int64_t k_head_stride,
@@ -339,18 +398,23 @@ void combine(int dtype, Address results, Address weights, Address places, Addres
   run(ops(dtype).combine, args, num_rows * top_k * size >= SMALL);
 }
 
-// Indexes of the candidates that can win into `found` [GUMBEL_ROOM]; how many, or -1 if there are more.
-int64_t gumbel(Address logits, Address ids, int64_t count, double temperature, uint64_t seed, uint32_t position,
-               uint32_t choice, uint32_t domain, Address found) {
-  std::lock_guard<std::recursive_mutex> hold(Pool::instance().mutex());
+void row_looks(Address looks, int64_t num_looks, int64_t num_columns) {
   if (!active) throw std::runtime_error("no instruction set is in use; call use() first");
-  const bool wide = count >= SMALL;
-  const int num_parts = wide ? Pool::instance().num_threads() : 1;
-  auto* parts = reinterpret_cast<GumbelPart*>(Pool::instance().shared(num_parts * (int64_t)sizeof(GumbelPart)));
-  const GumbelArgs args{at<float>(logits), at<int64_t>(ids), count,  temperature, {(uint32_t)seed, (uint32_t)(seed >> 32)},
-                        position,          choice,           domain, parts};
-  run(active->gumbel, args, wide);
-  return gumbel_winners(parts, num_parts, at<int64_t>(found));
+  std::vector<LookPart> parts(num_looks);
+  const RowLooksArgs args{at<Look>(looks), num_looks, num_columns, panels_of(num_columns), parts.data()};
+  run(active->row_looks, args, num_looks > 1 && num_looks * num_columns >= SMALL);
+  for (int64_t i = 0; i < num_looks; ++i) join(args.looks[i], &parts[i], 1, 1);
+}
+
+void draws(Address all, int64_t num_draws) {
+  if (!active) throw std::runtime_error("no instruction set is in use; call use() first");
+  DrawsArgs args{at<Draw>(all), num_draws, 0};
+  int64_t work = 0;
+  for (int64_t i = 0; i < num_draws; ++i) {
+    work += args.draws[i].count;
+    if (args.draws[i].count > args.most) args.most = args.draws[i].count;
+  }
+  run(active->draws, args, num_draws > 1 && work >= SMALL);
 }
 
 void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num_rows, Address packed, int64_t depth_blocks,
@@ -363,7 +427,7 @@ void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num
 
 NB_MODULE(pagewire_kernels_cpu, m) {
   m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
-  m.attr("ABI") = 7;
+  m.attr("ABI") = 8;
   nb::set_leak_warnings(false);  // an engine may live until its process ends, and its exchange with it
   m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
   m.def("use", &use, "pick the instruction set that the ops run on");
@@ -389,8 +453,13 @@ NB_MODULE(pagewire_kernels_cpu, m) {
   m.def("lora", &lora, unlocked);
   m.def("linear_each", &linear_each, unlocked);
   m.def("combine", &combine, unlocked);
-  m.def("gumbel", &gumbel, unlocked);
-  m.attr("GUMBEL_ROOM") = GUMBEL_ROOM;
+  m.def("row_looks", &row_looks, unlocked);
+  m.def("draws", &draws, unlocked);
+  m.attr("LOOK_BYTES") = sizeof(Look);
+  m.attr("DRAW_BYTES") = sizeof(Draw);
+  nb::class_<Questions>(m, "Questions", "about a linear op's result (ops/looks.h), handed to it by address")
+      .def(nb::init<Address, int64_t, Address, int64_t, int64_t, int64_t>())
+      .def_prop_ro("address", [](const Questions& self) { return reinterpret_cast<Address>(&self); });
   nb::class_<Exchange>(m, "Exchange", "parts of ranks in shared memory at an address, see exchange.h")
       .def("__init__", [](Exchange* self, Address memory, int64_t capacity, int rank, int size, int64_t spin_ns, int64_t timeout_ms) {
         new (self) Exchange(at(memory), capacity, rank, size, spin_ns, timeout_ms);

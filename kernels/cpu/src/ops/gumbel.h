@@ -1,10 +1,14 @@
 // Which of a row's tokens can win argmax(logit / T + gumbel): those whose score, computed quickly, is within a margin of the
 // best. Noise is Philox4x32-10 as in engine/philox.py; its integers are exact, its logarithms are float32's, good to 1e-5,
 // so that whoever computes the scores of what is left in float64 gets the token that all scores in float64 would give.
+//
+// Noise reaches a gap g only where 1 - u <= e^-g. So of most blocks of tokens only Philox's integers are computed, and of those
+// more than GUMBEL_LARGEST below the best nothing.
 #pragma once
 
 constexpr int GUMBEL_LANES = 64;          // candidates at a time; as dense ids they take 16 Philox counters
 constexpr double GUMBEL_LARGEST = 22.88;  // no noise is larger
+constexpr double LOG2_E_DOUBLE = 1.4426950408889634;
 
 // The compiler's own vectors of the instruction set's width. Words lie in the low halves of 64-bit lanes, where the
 // multiplication looks for them; the high halves are never looked at.
@@ -13,7 +17,6 @@ typedef uint64_t words_v __attribute__((vector_size(W * 4)));
 typedef uint32_t uint_v __attribute__((vector_size(W * 4)));
 typedef int32_t int_v __attribute__((vector_size(W * 4)));
 typedef float float_v __attribute__((vector_size(W * 4)));
-typedef double double_v __attribute__((vector_size(W * 4)));
 
 INLINE words_v low_product(words_v a, words_v b) {
 #ifdef __AVX512F__
@@ -55,20 +58,52 @@ INLINE float_v gumbel_of(uint_v word) {
   return -ln((int_v)word < 0 ? high : -ln(u));
 }
 
-INLINE void start_counters(const GumbelArgs& a, words_v (&c)[4]) {
+INLINE void start_counters(const GumbelKey& key, words_v (&c)[4]) {
   const words_v zero{};
-  c[1] = zero + a.position, c[2] = zero + a.choice, c[3] = zero + a.domain;
+  c[1] = zero + key.position, c[2] = zero + key.choice, c[3] = zero + key.domain;
 }
 
-// Noise of the ids first … first + 63; `first` is a multiple of 4.
-INLINE void dense_noise(const GumbelArgs& a, int64_t first, float* noise) {
+// The words of half a vector's counters, from that of id `first` on.
+INLINE void dense_words(const GumbelKey& key, int64_t first, words_v (&c)[4]) {
+  start_counters(key, c);
+  for (int i = 0; i < HALF_W; ++i) c[0][i] = first / 4 + i;
+  philox(c, (uint32_t)key.seed, (uint32_t)(key.seed >> 32));
+}
+
+INLINE bool any_lane(words_v mask) {
+#ifdef __AVX512F__
+  return _mm512_test_epi64_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#endif
+}
+
+// Whether one of the 64 words of the ids from `first` on is at least `least`.
+INLINE bool any_word_reaches(const GumbelKey& key, int64_t first, uint64_t least) {
+  const words_v low = words_v{} + 0xFFFF'FFFFu, bound = words_v{} + least;
+  words_v reached{};
+  for (int start = 0; start < GUMBEL_LANES / 4; start += HALF_W) {
+    words_v c[4];
+    dense_words(key, first + 4 * start, c);
+    for (int word = 0; word < 4; ++word) reached |= (words_v)((c[word] & low) >= bound);
+  }
+  return any_lane(reached);
+}
+
+// Smaller words have less noise than `gap`.
+INLINE uint64_t least_word(double gap) {
+  if (!(gap > 1.0)) return 0;
+  const int64_t halvings = (int64_t)((gap - 1e-3) * LOG2_E_DOUBLE);
+  return (1ull << 32) - (1ull << (32 - smaller(halvings, 32)));
+}
+
+// Noise of the ids first ... first + 63; `first` is a multiple of 4.
+INLINE void dense_noise(const GumbelKey& key, int64_t first, float* noise) {
   constexpr int N = GUMBEL_LANES / 4;
   uint32_t words[4][N];
   for (int start = 0; start < N; start += HALF_W) {
     words_v c[4];
-    start_counters(a, c);
-    for (int i = 0; i < HALF_W; ++i) c[0][i] = first / 4 + start + i;
-    philox(c, a.key[0], a.key[1]);
+    dense_words(key, first + 4 * start, c);
     for (int word = 0; word < 4; ++word)
       for (int i = 0; i < HALF_W; ++i) words[word][start + i] = (uint32_t)c[word][i];
   }
@@ -82,15 +117,15 @@ INLINE void dense_noise(const GumbelArgs& a, int64_t first, float* noise) {
 }
 
 // Noise of 64 ids.
-INLINE void sparse_noise(const GumbelArgs& a, const int64_t* ids, float* noise) {
+INLINE void sparse_noise(const GumbelKey& key, const int64_t* ids, float* noise) {
   for (int start = 0; start < GUMBEL_LANES; start += W) {
     uint_v some;
     for (int part = 0; part < W; part += HALF_W) {
       words_v id, c[4];
       __builtin_memcpy(&id, ids + start + part, sizeof(id));
-      start_counters(a, c);
+      start_counters(key, c);
       c[0] = id >> 2;
-      philox(c, a.key[0], a.key[1]);
+      philox(c, (uint32_t)key.seed, (uint32_t)(key.seed >> 32));
       const words_v even = (id & 2) != 0 ? c[2] : c[0], odd = (id & 2) != 0 ? c[3] : c[1];
       const words_v mine = (id & 1) != 0 ? odd : even;
       for (int i = 0; i < HALF_W; ++i) some[part + i] = (uint32_t)mine[i];
@@ -110,81 +145,40 @@ inline void keep_above(GumbelPart& part, double floor) {
 }
 
 // The largest of 64.
-INLINE double largest(const double* values) {
-  double_v most;
-  __builtin_memcpy(&most, values, sizeof(most));
-  for (int i = HALF_W; i < GUMBEL_LANES; i += HALF_W) {
-    double_v some;
-    __builtin_memcpy(&some, values + i, sizeof(some));
-    most = some > most ? some : most;
-  }
-  double top = most[0];
-  for (int i = 1; i < HALF_W; ++i) top = most[i] > top ? most[i] : top;
-  return top;
+INLINE float largest(const float* values) {
+  vec most = vload(values);
+  for (int i = W; i < GUMBEL_LANES; i += W) most = vmax(most, vload(values + i));
+  return vmaximum(most);
 }
 
-// logit / T of 64 candidates from `first` on, -inf past `end`.
-INLINE void scaled_logits(const GumbelArgs& a, int64_t first, int64_t end, double* scores) {
-  float logits[GUMBEL_LANES];
-  const int64_t count = smaller(end - first, GUMBEL_LANES);
-  __builtin_memcpy(logits, a.logits + first, count * sizeof(float));
-  for (int64_t i = count; i < GUMBEL_LANES; ++i) logits[i] = -__builtin_inff();
-  for (int i = 0; i < GUMBEL_LANES; ++i) scores[i] = (double)logits[i] / a.temperature;
-}
+INLINE void start(GumbelPart& part) { part.best = -__builtin_inf(), part.count = 0; }
 
-// 64 candidates from `first` on join the part. False: more are near the best than there is room for.
-inline bool gumbel_block(const GumbelArgs& a, int64_t first, int64_t end, GumbelPart& part) {
-  double scores[GUMBEL_LANES];
-  scaled_logits(a, first, end, scores);
-  if (!(largest(scores) + GUMBEL_LARGEST >= gumbel_floor(part.best))) return true;
+// 64 candidates from `first` on join the part; `logits` are theirs, -inf where there is none. ids null: `first` is the first's.
+inline void gumbel_block(const GumbelKey& key, double temperature, const float* logits, int64_t first, const int64_t* ids,
+                         GumbelPart& part) {
+  const float likeliest = largest(logits);
+  const double gap = gumbel_floor(part.best) - (double)likeliest / temperature;
+  if (part.count < 0 || likeliest == -__builtin_inff() || !(gap <= GUMBEL_LARGEST)) return;
   float noise[GUMBEL_LANES];
-  if (a.ids) {
-    int64_t ids[GUMBEL_LANES] = {};
-    __builtin_memcpy(ids, a.ids + first, smaller(end - first, GUMBEL_LANES) * sizeof(int64_t));
-    sparse_noise(a, ids, noise);
+  if (ids) {
+    sparse_noise(key, ids, noise);
+  } else if (any_word_reaches(key, first, least_word(gap))) {
+    dense_noise(key, first, noise);
   } else {
-    dense_noise(a, first, noise);
+    return;
   }
-  for (int i = 0; i < GUMBEL_LANES; ++i) scores[i] += (double)noise[i];
-  const double top = largest(scores);
+  double scores[GUMBEL_LANES], top = -__builtin_inf();
+  for (int i = 0; i < GUMBEL_LANES; ++i) scores[i] = (double)logits[i] / temperature + (double)noise[i];
+  for (int i = 0; i < GUMBEL_LANES; ++i) top = scores[i] > top ? scores[i] : top;
   part.best = top > part.best ? top : part.best;
   const double floor = gumbel_floor(part.best);
-  if (!(top >= floor) || top == -__builtin_inf()) return true;
   for (int i = 0; i < GUMBEL_LANES; ++i) {
     if (!(scores[i] >= floor) || scores[i] == -__builtin_inf()) continue;
     if (part.count == GUMBEL_ROOM) keep_above(part, floor);
-    if (part.count == GUMBEL_ROOM) return false;
+    if (part.count == GUMBEL_ROOM) {
+      part.count = -1;  // more are near the best than there is room for
+      return;
+    }
     part.index[part.count] = first + i, part.score[part.count++] = scores[i];
   }
-  return true;
-}
-
-inline void gumbel(const GumbelArgs& a, const Region& region) {
-  const int64_t blocks = (a.count + GUMBEL_LANES - 1) / GUMBEL_LANES;
-  const int64_t each = (blocks + region.num_threads - 1) / region.num_threads * GUMBEL_LANES;
-  const int64_t begin = smaller(a.count, each * region.thread), end = smaller(a.count, begin + each);
-  GumbelPart& part = a.parts[region.thread];
-  part.best = -__builtin_inf(), part.count = 0;
-  if (begin == end) return;
-  // Where the likeliest is, first: its score rules many others out.
-  int64_t start = begin;
-  float likeliest = -__builtin_inff();
-  for (int64_t first = begin; first + GUMBEL_LANES <= end; first += GUMBEL_LANES) {
-    float_v most;
-    __builtin_memcpy(&most, a.logits + first, sizeof(most));
-    for (int i = W; i < GUMBEL_LANES; i += W) {
-      float_v some;
-      __builtin_memcpy(&some, a.logits + first + i, sizeof(some));
-      most = some > most ? some : most;
-    }
-    for (int i = 0; i < W; ++i)
-      if (most[i] > likeliest) likeliest = most[i], start = first;
-  }
-  bool fits = gumbel_block(a, start, end, part);
-  for (int64_t first = begin; first < end && fits; first += GUMBEL_LANES)
-    if (first != start) fits = gumbel_block(a, first, end, part);
-  if (fits) return;
-  float most = -__builtin_inff();
-  for (int64_t i = begin; i < end; ++i) most = a.logits[i] > most ? a.logits[i] : most;
-  part.count = -1, part.score[0] = (double)most / a.temperature + GUMBEL_LARGEST;
 }
