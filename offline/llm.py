@@ -101,7 +101,7 @@ class LLM:
         `sampling_params` are for all, or one for each; `priority` is one for each, lower runs first. `adapter`
         is the name of a LoRA adapter for all, or one for each, "" for the base model. `use_tqdm` draws progress when
         somebody can see it. Raises PagewireError (InvalidArgument names prompt, field, value and limit, before anything
-        runs); one failure ends the whole call. Ctrl-C ends it too, and the LLM stays usable.
+        runs); one failure ends the whole call. Ctrl-C ends it too, within 10 s, and the LLM stays usable.
         """
         return self._answer(prompts_of(prompts), sampling_params, use_tqdm, priority, adapter)
 

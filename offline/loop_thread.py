@@ -6,6 +6,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+CANCEL_SECONDS = 10.0
+"""For cancelled work to end before who has interrupted it goes on: a step may hang, e.g. of a rank that is frozen."""
 T = TypeVar("T")
 
 
@@ -18,7 +20,10 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` comes to. When the waiting is interrupted (Ctrl-C) the work is cancelled, to its end, first."""
+        """What `work` comes to. When the waiting is interrupted (Ctrl-C) the work is cancelled first, to its end.
+
+        After CANCEL_SECONDS it ends without anybody waiting for it.
+        """
         outcome: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -33,7 +38,7 @@ class LoopThread:
         except BaseException:
             if not outcome.done():
                 self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-                wait([outcome])
+                wait([outcome], CANCEL_SECONDS)
             raise
 
     def close(self) -> None:

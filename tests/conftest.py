@@ -86,12 +86,16 @@ def _threads() -> set[threading.Thread]:
 
 
 def _sockets() -> set[str]:
-    """This process's open network sockets (asyncio's own socket pairs are none) and its memfds."""
-    found = {
+    """This process's open network sockets; asyncio's own socket pairs are none."""
+    return {
         f"fd {c.fd}: {c.laddr} {c.raddr} {c.status}"
         for c in psutil.Process().net_connections("inet")
         if c.status in (psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED)
     }
+
+
+def _memfds() -> set[str]:
+    found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if (target := os.readlink(descriptor)).startswith("/memfd:"):
@@ -121,7 +125,8 @@ def _what_is_there() -> dict[str, set[Any]]:
     return {
         "threads": _threads(),
         "processes": _children(),
-        "sockets and memfds": _sockets(),
+        "sockets": _sockets(),
+        "memfds": _memfds(),
         "shared memory": shared_memory(),
     }
 

@@ -68,7 +68,8 @@ class ProcessRanks:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    work.wait()  # raises why it has failed, if it has: it may have ended just after the look
+                    return
             if self._is_given_up:
                 # Gloo's own thread goes on waiting, and the group's destructor would wait for it.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))

@@ -47,7 +47,7 @@ def place(ray: Any, size: int, num_weight_bytes: int) -> Placement:
             f"distributed_executor_backend = ray: tensor_parallel_size = {size} needs {size - 1} actors of one CPU; "
             f"the cluster's nodes have {', '.join(f'{each:g}' for each in num_cpus.values())}"
         )
-    return _grouped(own, nodes, size, num_weight_bytes // size)
+    return _grouped(ray, own, nodes, size, num_weight_bytes // size)
 
 
 def _here(node_id: str, host: str, size: int) -> Placement:
@@ -57,7 +57,7 @@ def _here(node_id: str, host: str, size: int) -> Placement:
     return Placement(host, ("",) * (size - 1), (here,) * (size - 1))
 
 
-def _grouped(own: str, nodes: dict[str, Any], size: int, part_bytes: int) -> Placement:
+def _grouped(ray: Any, own: str, nodes: dict[str, Any], size: int, part_bytes: int) -> Placement:
     """On as few nodes as Ray can (PACK)."""
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -69,6 +69,7 @@ def _grouped(own: str, nodes: dict[str, Any], size: int, part_bytes: int) -> Pla
             f"distributed_executor_backend = ray: no nodes for {size - 1} ranks of one CPU and "
             f"{part_bytes / 2**30:.1f} GiB are free within {_PATIENCE_SECONDS:g} s (`ray status` shows who has them)"
         )
+    nodes |= {node["NodeID"]: node for node in ray.nodes()}  # some may have been started for it
     places = placement_group_table(group)["bundles_to_node_id"]
     found = [places[index] for index in range(size - 1)]
     return Placement(

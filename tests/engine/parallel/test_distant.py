@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from engine.errors import EngineDied
 from engine.parallel import network
 from engine.parallel.meeting import SharedMeeting
 from engine.parallel.network import NetworkListener, connect_over_network
+from engine.parallel.process_ranks import ProcessRanks, file_store
 from engine.parallel.shared_ranks import can_share
 from pagewire.sampling import SamplingParams
 from tests.decode_svc.harness import make_engine
@@ -159,3 +161,25 @@ def test_a_signal_interrupts_who_waits_for_the_others() -> None:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             meeting.group()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_that_ends_just_after_a_look_at_it_is_what_it_is(tmp_path: Path, fails: bool) -> None:
+    """The look has timed out, and then it is done: no error but its own."""
+
+    class Work:
+        num_waits = 0
+
+        def wait(self, timeout: object = None) -> None:
+            self.num_waits += 1
+            if self.num_waits == 1:
+                raise RuntimeError("Operation timed out!")
+            if fails:
+                raise RuntimeError("a peer has closed")
+
+        def is_completed(self) -> bool:
+            return True
+
+    ranks = ProcessRanks(file_store(tmp_path / "meeting", 1), 0, 1)
+    with pytest.raises(RuntimeError, match="a peer has closed") if fails else nullcontext():
+        ranks._wait(Work())

@@ -118,7 +118,7 @@ def test_the_pool_is_sized_when_all_have_loaded(
     def wait_loaded(digest: bytes) -> None:
         raise Waited
 
-    monkeypatch.setattr(build, "_free_bytes", lambda device: pytest.fail("others still load"))
+    monkeypatch.setattr(build, "available_memory", lambda: pytest.fail("others still load"))
     options = engine_options(model=str(tiny_model("llama")), dtype="float32", tensor_parallel_size=2, cpu_threads=2)
     with pytest.raises(Waited):
         build._build_parts(options, None, SimpleNamespace(wait_loaded=wait_loaded, machines=Machines({1: ""})))  # type: ignore[arg-type]
