@@ -99,9 +99,9 @@ class ParallelModel:
         """As the model's; `memory` is what all ranks have in common, of which each sees its heads."""
         if self._remote is not None:
             self._remote.bring(batch)
-        self._others.tell(Forward.of(input_ids, positions, self._tables.changes(batch), adapters))
 
         def compute() -> Tensor:
+            self._others.tell(Forward.of(input_ids, positions, self._tables.changes(batch), adapters))
             hidden = self._own.forward(input_ids, positions, batch, self._heads, adapters)
             if self._remote is not None:
                 self._remote.collect(batch)
@@ -124,5 +124,7 @@ class ParallelModel:
     def _together(self, compute: Callable[[], R]) -> R:
         try:
             return compute()
+        except EngineDied:
+            raise
         except Exception as error:
             raise self._others.lost(error) from error

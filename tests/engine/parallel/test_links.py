@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine import build
 from engine.errors import EngineDied
@@ -21,8 +22,11 @@ from engine.parallel.connection import limit_sending
 from engine.parallel.launch import Arrival, ChildProcesses
 from engine.parallel.machines import Machines
 from engine.parallel.messages import Failed, Join, Load, Loaded, receive, send
+from engine.parallel.model import ParallelModel
 from engine.parallel.named_socket import RankListener, connect_rank
 from engine.parallel.ranks import Ranks
+from engine.parallel.shard import Shard
+from kernels.paged import PagedBatch
 from pagewire.config import engine_options
 
 DIGEST = bytes(range(32))
@@ -319,3 +323,22 @@ def test_children_inherit_a_socket_that_has_no_name(monkeypatch: pytest.MonkeyPa
         assert connection.getsockname() == connection.getpeername() == ""
     assert started[0]["env"][rank.INHERITED] == f"{started[0]['pass_fds'][0]}:1"
     launcher.close()
+
+
+def test_a_step_that_can_not_be_told_is_the_last_one() -> None:
+    """The next one would be told as a change of tables that the ranks have never got."""
+
+    class Others:
+        def tell(self, message: object) -> None:
+            raise MemoryError
+
+        def lost(self, error: Exception) -> EngineDied:
+            return EngineDied(repr(error))
+
+    own: Any = SimpleNamespace(config=SimpleNamespace(shard=Shard(0, 2, 2, 8, 300)))
+    nothing: Any = None
+    others: Any = Others()
+    model = ParallelModel(own, nothing, 300, nothing, others)
+    token = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(EngineDied, match="MemoryError"):
+        model.forward(token, token, PagedBatch.build([1], [1], [[0]], 16), nothing)
