@@ -16,6 +16,7 @@ from engine.kv_cache import KvCache
 from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
 from engine.memory import KV_FORMATS, KvLayout, KvMemory
+from engine.models.decoder import Decoder, Model
 from engine.parallel.ranks import Ranks
 from engine.parallel.start import share_of_threads, start_ranks
 from engine.permitted_drafts import PermittedDrafts
@@ -106,6 +107,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     draft = load_draft(speculative, options, served, threads) if speculative is not None and has_draft else None
     if ranks is not None:
         ranks.wait_loaded(served.digest)  # else the pool would get the memory that their weights are about to take
+    graphs = _graph_bytes(options, served.model, layout, groups)
     size = size_pool(
         block_bytes=layout.block_bytes,
         draft_block_bytes=0 if draft is None else draft.layout.block_bytes,
@@ -115,7 +117,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         max_model_len=options.max_model_len,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kv_cache_memory_share=options.kv_cache_memory_share,
-        available_bytes=max(0, _free_bytes(kernels.device) - _slot_bytes(slots, options)),
+        available_bytes=max(0, _free_bytes(kernels.device) - _slot_bytes(slots, options) - graphs),
         groups=groups,
     )
     root = root_key(
@@ -246,6 +248,17 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return available_memory()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def _graph_bytes(options: EngineOptions, model: Model, layout: KvLayout, groups: KvGroups) -> int:
+    """What CUDA graphs will take, which are captured when the pool is there."""
+    if options.device == "cpu" or options.enforce_eager or not isinstance(model, Decoder):
+        return 0
+    from engine.decode_graphs import graph_bytes  # it imports triton
+
+    longest = min(options.max_model_len or model.config.max_position, options.max_seq_len_to_capture)
+    max_rows = min(options.max_num_seqs, options.max_num_batched_tokens)
+    return graph_bytes(model, layout, groups, max_rows=max_rows, longest=longest)
 
 
 def scheduler_config(options: EngineOptions, config: ServedConfig, max_model_len: int) -> SchedulerConfig:

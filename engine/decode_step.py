@@ -5,7 +5,8 @@
     drawn [rows]                                              the tokens of the step before, and then of this one
 
 A row's token is known, or it is what a row of the step before has drawn, of which the host need not know yet. Rows
-behind the sequences' are padding: no length, no slot to write to, a greedy token that nobody reads.
+behind the sequences' are padding: they look at one token of any block, write to no slot, and nobody reads what they
+draw.
 """
 
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ class DecodeStep:
         self._layout = ByteLayout(list(empty.values()))
         self._buffer = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=self._device)
         self._fields = dict(zip(empty, self._layout.views(self._buffer), strict=True))
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=self._device)
         width = -(-max_model_len // self._block_size)
         shape = (self._num_groups, max_rows, -(-width // 4) * 4)  # so that every row begins at 16 bytes
         self._tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -84,7 +86,7 @@ class DecodeStep:
         fields = {name: field[:num_rows] for name, field in self._fields.items()}
         known = torch.cat((self.drawn, self._fields["token_ids"]))
         token_ids = known.index_select(0, fields["sources"]).clamp(min=0)
-        starts = self._fields["cu_seqlens"][: num_rows + 1]
+        starts = self._starts[: num_rows + 1]
         batches = []
         for group in range(self._num_groups):
             tables = self._tables[group, :num_rows]
@@ -115,13 +117,12 @@ class DecodeStep:
 
         known = range(self.max_rows, 2 * self.max_rows)  # behind the drawn ones, see `run`
         arrays: dict[str, Array] = {
-            "cu_seqlens": np.minimum(np.arange(self.max_rows + 1, dtype=np.int32), num_rows),
             "token_ids": padded([row.token_id for row in rows], np.int64),
             "sources": padded(
                 [known[i] if row.source is None else row.source for i, row in enumerate(rows)], np.int64, self.max_rows
             ),
             "positions": padded([row.position for row in rows], np.int64),
-            "kv_lens": padded([row.position + 1 for row in rows], np.int32),
+            "kv_lens": padded([row.position + 1 for row in rows], np.int32, 1),
         }
         of_samples = [*pack_keys(samples), *filter_arrays([each.params for each in samples])]
         for name, array in zip((*_KEYS, *_FILTERS), of_samples, strict=True):

@@ -98,7 +98,7 @@ def _split_kernel(
         low = tl.maximum(earliest - WINDOW + 1, 0)
     if FP8 > 0:
         scale = scale * tl.load(k_scale + kv_head)
-    for split in range(program, splits, tl.num_programs(2)):
+    for split in tl.range(program, splits, tl.num_programs(2), disable_licm=True):
         top, norm, total = attend_split(
             queries,
             tl.where(valid, earliest + token, -1),

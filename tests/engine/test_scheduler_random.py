@@ -252,7 +252,7 @@ def test_the_workloads_are_hard() -> None:
 def test_tokens_equal_the_oracle_when_steps_run_late(
     seed: int, windows: tuple[int | None, ...], num_host_blocks: int
 ) -> None:
-    """A step is started before the one before it has run; what ends, is aborted or transferred in between is not met."""
+    """A step is started before the one in front of it has run: what ends or comes in between must not meet it."""
     tiers = 0 if None not in windows else num_host_blocks
     _run_workload(seed, is_async=True, windows=windows, num_host_blocks=tiers)
 
