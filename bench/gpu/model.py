@@ -2,7 +2,8 @@
 
 A decode step fills the buffers, runs eager or as a CUDA graph, and copies the tokens to the host. "Waited for": the
 next step begins when they are there. "Queued ahead": it goes on from them on the device and is queued before, which is
-what asynchronous scheduling does. The floor is the bytes of weights and KV. What can't run here is listed as not available.
+what asynchronous scheduling does. The floor is the bytes of weights and KV. What can't run here is listed as not
+available.
 """
 
 import json
