@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.decode_step import DecodeStep
-from engine.memory import KvLayout, KvMemory
 from engine.models.decoder import Decoder
-from kvstore.kv_groups import KvGroups
 
 Step = Callable[[], Tensor]
 Capture = Callable[[Step], Step]
@@ -94,21 +92,14 @@ class CudaCapture:
         return replay
 
 
-def graph_bytes(model: Decoder, layout: KvLayout, groups: KvGroups, *, max_rows: int, longest: int) -> int:
-    """About what `DecodeGraphs` will take of a GPU's memory; run before the KV pool is there, which is to leave it.
+def captures_steps(model: Decoder, *, enforce_eager: bool) -> bool:
+    """Whether its decode steps can be graphs and are to be; experts get their rows from the host."""
+    return not enforce_eager and model.config.moe is None
 
-    The graphs share what the largest of them holds at once: as much as that step takes on a pool of one block.
-    """
-    device = model.kernels.device
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    memory = KvMemory(layout, 1, device=device, groups=groups)
-    DecodeStep(model, memory, max_rows=max_rows, max_model_len=longest).run(max_rows, longest)
-    torch.cuda.synchronize(device)
-    taken = torch.cuda.max_memory_allocated(device) - before
-    memory.close()
-    torch.cuda.empty_cache()
-    return taken + GRAPH_BYTES * len(buckets(max_rows))
+
+def graph_bytes(activations: int, max_rows: int) -> int:
+    """About what `DecodeGraphs` will take of a GPU's memory: they share what the largest step holds at once."""
+    return activations + GRAPH_BYTES * len(buckets(max_rows))
 
 
 def replayed_eagerly(step: Step) -> Step:

@@ -9,6 +9,7 @@ until that step has ended (`engine/late_releases.py`). Everything that has to kn
 one another as they do without this: prompts, constraints, penalties, beams, adapters, and whoever waits and may run.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,8 +45,12 @@ class _Running:
 class DecodePipeline:
     """At most two steps at a time, both of plain decodes."""
 
-    def __init__(self, scheduler: Scheduler, runner: StartingRunner) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: StartingRunner, started: Callable[[], None] = lambda: None
+    ) -> None:
+        """`started` is called after each start, whether it worked or not."""
         self._scheduler = scheduler
+        self._started = started
         self._runner = runner
         self._running: list[_Running] = []
 
@@ -56,17 +61,23 @@ class DecodePipeline:
 
     def start(self, schedule: Schedule) -> None:
         """The first step, which `plain_decodes`."""
-        self._running.append(_Running(schedule, self._runner.start(schedule)))
+        self._start(schedule)
 
     def step(self) -> StepOutput:
         """Starts the step behind the running one if that can be, and books the running one."""
         first = self._running[0]
         ahead = self._scheduler.schedule_ahead(first.schedule)
         if ahead is not None:
-            self._running.append(_Running(ahead, self._runner.start(ahead, first.step)))
+            self._start(ahead, first.step)
         sampled = first.step.finish()
         del self._running[0]
         return self._scheduler.update(first.schedule, sampled)
+
+    def _start(self, schedule: Schedule, before: StartedStep | None = None) -> None:
+        try:
+            self._running.append(_Running(schedule, self._runner.start(schedule, before)))
+        finally:
+            self._started()
 
     def abandon(self) -> set[str]:
         """Waits for what runs and forgets it; returns whose requests that were."""

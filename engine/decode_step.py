@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from engine.device_sample_rows import filter_arrays, pack_keys
-from engine.memory import KvMemory
+from engine.memory import KvLayers
 from engine.models.decoder import Decoder
 from engine.sample import SampleRow
 from kernels.staging import Array, ByteLayout, to_device
@@ -48,11 +48,11 @@ class DecodeRow:
 class DecodeStep:
     """The model's step for at most `max_rows` sequences of at most `max_model_len` tokens."""
 
-    def __init__(self, model: Decoder, memory: KvMemory, *, max_rows: int, max_model_len: int) -> None:
+    def __init__(self, model: Decoder, memory: KvLayers, block_size: int, *, max_rows: int, max_model_len: int) -> None:
         self._model = model
         self._memory = memory
         self._device = model.kernels.device
-        self._block_size = memory.layout.block_size
+        self._block_size = block_size
         self._num_groups = max(memory.layer_groups) + 1
         self.max_rows = max_rows
         empty = self._arrays([])

@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from engine.admission import SchedulerConfig
-from engine.decode_graphs import CudaCapture, DecodeGraphs, DecodeSteps, EagerSteps, replayed_eagerly
+from engine.decode_graphs import (
+    CudaCapture,
+    DecodeGraphs,
+    DecodeSteps,
+    EagerSteps,
+    captures_steps,
+    replayed_eagerly,
+)
 from engine.decode_step import DecodeRow, DecodeStep
 from engine.device_sample_rows import needs_edits
 from engine.device_sampler import DeviceSampler, Draw
@@ -73,10 +80,12 @@ class DeviceRunner:
         config = self.config = model.config
         self._memory = memory
         self._sampler = DeviceSampler(config.vocab_size)
-        put = partial(place, group_size=config.group_size, head_dim=config.head_dim, device=model.kernels.device)
+        device, fp8 = model.kernels.device, memory.layout.kv_format is not None
+        put = partial(place, group_size=config.group_size, head_dim=config.head_dim, device=device, fp8=fp8)
         self._others = ModelRunner(config, model, memory, self._sampler, place=put)
         self.numerics_class = self._others.numerics_class
-        self._step = DecodeStep(model, memory, max_rows=max_num_seqs, max_model_len=max_model_len)
+        size = memory.layout.block_size
+        self._step = DecodeStep(model, memory, size, max_rows=max_num_seqs, max_model_len=max_model_len)
         longest = min(max_model_len, longest_captured)
         self._steps = _make_steps(self._step, model, longest, enforce_eager=enforce_eager)
 
@@ -123,7 +132,7 @@ def build_device_runner(
 
 
 def _make_steps(step: DecodeStep, model: Decoder, longest: int, *, enforce_eager: bool) -> DecodeSteps:
-    if enforce_eager or model.config.moe is not None:  # experts get their rows from the host
+    if not captures_steps(model, enforce_eager=enforce_eager):
         return EagerSteps(step)
     capture = CudaCapture() if model.kernels.device.type == "cuda" else replayed_eagerly
     return DecodeGraphs(step, capture, longest=longest)

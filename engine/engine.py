@@ -69,7 +69,9 @@ class Engine:
             self._ranks.on_death = self.die
         self._schedule: Schedule | None = None
         starting = parts.starting_runner
-        self._pipeline = None if starting is None else DecodePipeline(self.scheduler, starting)
+        self._pipeline = (
+            None if starting is None else DecodePipeline(self.scheduler, starting, self.memory.step_launched)
+        )
 
     def die(self, error: BaseException) -> None:
         """Says through `death` that the process cannot go on; the first reason counts. From any thread."""
@@ -154,6 +156,8 @@ class Engine:
                 sampled = [] if self._schedule.is_empty else self._runner.execute(self._schedule)
             except AdapterLoadFailed as error:
                 failed += self._without_adapter(self._schedule, error)
+            finally:
+                self.memory.step_launched()
         if self._costs is not None and sampled and only_decodes:
             num_rows = sum(item.num_new_tokens for item in self._schedule.items)
             self._costs.observe_step(num_rows, time.perf_counter() - began)

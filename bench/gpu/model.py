@@ -84,7 +84,7 @@ def rows(device: torch.device) -> Iterator[Result]:
     seconds = statistics.median(_prefill(model, memory, tables, chunk, device) for _ in range(repeats))
     yield _row(is_dry, "prefill", f"{chunk} tokens", seconds, flops / FLOPS_PER_MS, chunk)
     steps = 3 if is_dry else STEPS
-    step = DecodeStep(model, memory, max_rows=batch, max_model_len=blocks_per_sequence * 16)
+    step = DecodeStep(model, memory, 16, max_rows=batch, max_model_len=blocks_per_sequence * 16)
     num_bytes = source.num_bytes + batch * context * layout.block_bytes / 16
     kinds: dict[str, DecodeSteps] = {"eager": EagerSteps(step)}
     began, free = time.perf_counter(), _free_bytes(device)

@@ -24,6 +24,7 @@ from kernels.routing import combine
 from kernels.triton import gated_activation, kv_write, rms_norm
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.device import device_arch
+from kernels.triton.fp8 import CACHE_DTYPE
 from kernels.triton.linear import linear
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.step_batch import DeviceBatch
@@ -145,14 +146,14 @@ class TritonKernels:
 
         qkv [T, (Hq + 2 Hkv) D], rows of q, k and v side by side.
         """
-        k_cache, v_cache = _plain(k_cache), _plain(v_cache)
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             q = rms_norm.rms_norm(q, q_norm, eps, unit_offset=unit_offset)
             k = rms_norm.rms_norm(k, k_norm, eps, unit_offset=unit_offset)
-        return kv_write.rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slots)
+        caches, scales = _caches(k_cache, v_cache)
+        return kv_write.rope_and_write_kv(q, k, v, cos, sin, *caches, batch.slots, **scales)
 
     def plan_attention(self, batch: DeviceBatch, *, group_size: int, window: int | None) -> TritonPlan:
         """The plan of all layers with one window. A token sees the `window` latest positions, its own included."""
@@ -162,14 +163,14 @@ class TritonKernels:
         self, q: Tensor, k_cache: Cells, v_cache: Cells, plan: TritonPlan, *, scale: float, cap: float | None = None
     ) -> Tensor:
         """softmax(q Kᵀ · scale, capped) V for each token over its visible positions. q [T, Hq, D] -> [T, Hq, D]."""
-        k_cache, v_cache = _plain(k_cache), _plain(v_cache)
+        caches, scales = _caches(k_cache, v_cache)
         out = torch.empty_like(q)
         step = plan.batch
         if step.short is not None:
             decode_attention(
                 q,
-                k_cache,
-                v_cache,
+                *caches,
+                **scales,
                 cu_seqlens=step.short.cu_seqlens,
                 query_starts=step.short.query_starts,
                 kv_lens=step.short.kv_lens,
@@ -184,8 +185,8 @@ class TritonKernels:
         if step.long is not None and step.tiles is not None:
             prefill_attention(
                 q,
-                k_cache,
-                v_cache,
+                *caches,
+                **scales,
                 cu_seqlens=step.long.cu_seqlens,
                 query_starts=step.long.query_starts,
                 kv_lens=step.long.kv_lens,
@@ -199,10 +200,14 @@ class TritonKernels:
         return out
 
 
-def _plain(cells: Cells) -> Tensor:
-    if isinstance(cells, QuantizedCells):
-        raise ValueError("the triton kernels have e4m3 caches with a scale for each head, none with one for each token")
-    return cells
+def _caches(k_cache: Cells, v_cache: Cells) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+    """K and V as the kernels take them, and scales of an e4m3 cache."""
+    if isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor):
+        return (k_cache, v_cache), {}
+    if not (isinstance(k_cache, QuantizedCells) and isinstance(v_cache, QuantizedCells) and k_cache.kind == "fp8_e4m3"):
+        raise ValueError("of quantized caches the triton kernels have e4m3 alone")
+    values = k_cache.values.view(CACHE_DTYPE), v_cache.values.view(CACHE_DTYPE)
+    return values, {"k_scale": k_cache.scales, "v_scale": v_cache.scales}
 
 
 def _refuse(lora: Lora | None) -> None:

@@ -52,15 +52,16 @@ class DeviceBatch:
         return self.others[group - 1] if group else self
 
 
-def place(batch: PagedBatch, *, group_size: int, head_dim: int, device: torch.device) -> DeviceBatch:
-    """The batch on the device, for attention with `group_size` query heads per kv head of `head_dim`."""
+def place(batch: PagedBatch, *, group_size: int, head_dim: int, device: torch.device, fp8: bool = False) -> DeviceBatch:
+    """The batch on the device, for attention with `group_size` query heads per kv head of `head_dim`; `fp8` caches."""
     lens = [end - start for start, end in pairwise(batch.cu_seqlens)]
     arch = device_arch(device)
-    most = decode_rows(head_dim, arch) // group_size
+    most = decode_rows(head_dim, arch, fp8=fp8) // group_size
     short = [sequence for sequence, length in enumerate(lens) if length <= most]
     long = [sequence for sequence, length in enumerate(lens) if length > most]
     long_kv_lens = [batch.kv_lens[sequence] for sequence in long]
-    tiles = prefill_tiles([lens[i] for i in long], long_kv_lens, group_size=group_size, head_dim=head_dim, arch=arch)
+    lens_of_long = [lens[sequence] for sequence in long]
+    tiles = prefill_tiles(lens_of_long, long_kv_lens, group_size=group_size, head_dim=head_dim, arch=arch, fp8=fp8)
     arrays: list[Array] = [tiles.numpy()]
     for which in (short, long):
         arrays += _of_sequences(batch, which, lens)

@@ -49,7 +49,7 @@ class Case:
         self.model = load_model(config, load_kernel_set("triton"))
         self.memory = KvMemory(KvLayout.of(config, BLOCK), 20)
         self.kv = random(*self.memory.blocks.shape, seed=3) / 4
-        self.step = DecodeStep(self.model, self.memory, max_rows=max_rows, max_model_len=MAX_LEN)
+        self.step = DecodeStep(self.model, self.memory, BLOCK, max_rows=max_rows, max_model_len=MAX_LEN)
         self.max_rows = max_rows
 
     def fill(self, rows: list[DecodeRow]) -> None:
