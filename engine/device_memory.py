@@ -98,7 +98,7 @@ class DeviceProfile:
         self._device = device
         self._free_at_start = device.free()
 
-    def measure(self, run_largest_steps: Callable[[], None]) -> DeviceUse:
+    def measure(self, run_largest_steps: Callable[[], object]) -> DeviceUse:
         """When the model is loaded."""
         device = self._device
         device.give_back()
@@ -120,8 +120,8 @@ def pool_budget(
     there = use.free - use.activations - staging - graphs
     parts = (
         f"weights {_gib(use.weights)}, activations of the largest steps (max_num_batched_tokens = "
-        f"{max_num_batched_tokens}) {_gib(use.activations)}, staging {_gib(staging)}, "
-        f"CUDA graphs {_gib(graphs)}, other {_gib(use.other)}"
+        f"{max_num_batched_tokens}) {_gib(use.activations)}, staging {_gib(staging)}, other {_gib(use.other)}"
+        + (f", CUDA graphs {_gib(graphs)}" if graphs else "")
     )
     source = f"gpu_memory_utilization = {utilization:g}: {_gib(allowed)} of {_gib(use.total)}"
     if rest <= 0:
