@@ -156,11 +156,12 @@ void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address
                   nullptr, nullptr};
   const int64_t depth = (k + INT8_DEPTH - 1) / INT8_DEPTH * INT8_DEPTH;
   if (integers) {
-    char* rows = Pool::instance().shared(m * depth + 2 * m * (int64_t)sizeof(float));
-    float* row_scales = reinterpret_cast<float*>(rows + m * depth);
+    const int64_t stride = depth % 1024 ? depth : depth + 64;  // kernels/cpu/spaced_rows.py has the reason
+    char* rows = Pool::instance().shared(m * stride + 2 * m * (int64_t)sizeof(float));
+    float* row_scales = reinterpret_cast<float*>(rows + m * stride);
     int32_t* row_sums = reinterpret_cast<int32_t*>(row_scales + m);
-    run(ops(dtype).quantize, QuantizeArgs{at(x), rows, row_scales, row_sums, m, k, x_stride, depth}, m > 1 && m * k >= SMALL);
-    args.x = rows, args.x_stride = depth, args.x_scales = row_scales, args.x_sums = row_sums;
+    run(ops(dtype).quantize, QuantizeArgs{at(x), rows, row_scales, row_sums, m, k, x_stride, stride}, m > 1 && m * k >= SMALL);
+    args.x = rows, args.x_stride = stride, args.x_scales = row_scales, args.x_sums = row_sums;
     run(ops(dtype).linear_w8a8, args, wide);
     return;
   }

@@ -70,8 +70,10 @@ INLINE void finish(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel
   }
 }
 
-template <typename T>
-void linear_task(const LinearArgs& a, const LinearPlan<T>& plan, int64_t task, float* sums, TileScope& scope) {
+// X: what the rows of x are made of. `finish`(row, rows, panel, sums) takes the sums of all k of some rows of a panel.
+template <typename X, typename Finish>
+INLINE void multiply_task(const LinearArgs& a, const LinearPlan<X>& plan, int64_t task, float* sums, TileScope& scope,
+                          Finish finish) {
   const int64_t first_panel = task / plan.num_row_blocks * plan.panels_per_task;
   const int64_t last_panel = smaller(first_panel + plan.panels_per_task, plan.num_panels);
   const int64_t first_row = task % plan.num_row_blocks * plan.row_block;
@@ -82,17 +84,23 @@ void linear_task(const LinearArgs& a, const LinearPlan<T>& plan, int64_t task, f
     const int64_t blocks = smaller(plan.blocks_per_piece, plan.num_blocks - block);
     const bool last = block + blocks == plan.num_blocks;
     for (int64_t row = first_row; row < last_row;) {
-      const int64_t rows = next_rows<T>(last_row - row);
+      const int64_t rows = next_rows<X>(last_row - row);
       for (int64_t panel = first_panel; panel < last_panel; ++panel) {
         float* c = whole ? sums : sums + ((panel - first_panel) * plan.row_block + row - first_row) * PANEL;
-        const T* x = (const T*)a.x + row * a.x_stride + block * DEPTH<T>;
+        const X* x = (const X*)a.x + row * a.x_stride + block * DEPTH<X>;
         const char* weight = a.weight + panel * panel_bytes + block * BLOCK_BYTES;
-        multiply(rows, Product<T>{x, a.x_stride, weight, blocks, c, PANEL}, block > 0, scope);
-        if (last) finish<T>(a, row, rows, panel, c);
+        multiply(rows, Product<X>{x, a.x_stride, weight, blocks, c, PANEL}, block > 0, scope);
+        if (last) finish(row, rows, panel, c);
       }
       row += rows;
     }
   }
+}
+
+template <typename T>
+void linear_task(const LinearArgs& a, const LinearPlan<T>& plan, int64_t task, float* sums, TileScope& scope) {
+  multiply_task(a, plan, task, sums, scope,
+                [&a](int64_t row, int64_t rows, int64_t panel, const float* c) { finish<T>(a, row, rows, panel, c); });
 }
 
 template <typename T>
