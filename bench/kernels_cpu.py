@@ -190,7 +190,7 @@ def main() -> None:
     buffer = torch.ones(512 << 20, dtype=torch.uint8)
     seconds = [timed(clock, lambda _: extension.module.read(buffer.data_ptr(), buffer.numel()), 1) for _ in range(5)]
     bandwidth = buffer.numel() / statistics.median(seconds)
-    bench = Bench(3 if options.quick else 9, bandwidth, clock)
+    bench = Bench(5 if options.quick else 9, bandwidth, clock)
     load = os.getloadavg()[0]
     print(
         f"{processor()}, {threads} threads, {extension.isa}, torch {torch.__version__}, "

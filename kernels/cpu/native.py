@@ -167,12 +167,12 @@ class NativeKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
         """y = x / sqrt(mean(x²) + eps) · w, or · (1 + w) with `unit_offset`, over the last dimension."""
         size = x.shape[-1]
-        rows = x.reshape(-1, size)
+        rows = x if x.dim() == 2 else x.reshape(-1, size)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        out = spaced_rows(len(rows), size, x.dtype)
+        out = spaced_rows(rows.shape[0], size, x.dtype)
         self._ops.rms_norm(
             *(_code(rows), rows.data_ptr(), rows.stride(0), 0, weight.data_ptr(), out.data_ptr(), out.stride(0), 0),
-            *(len(rows), size, eps, unit_offset),
+            *(rows.shape[0], size, eps, unit_offset),
         )
         return out if x.dim() == 2 else out.reshape(x.shape)
 
@@ -342,7 +342,7 @@ class NativeKernels:
             out = spaced_rows(x.shape[0], weight.num_out, out_type)
         else:
             out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
-        if not len(out):
+        if not x.shape[0]:
             return out
         rows = x if x.stride(1) == 1 else x.contiguous()
         if residual is not None and residual.stride(1) != 1:
