@@ -105,7 +105,7 @@ def compare(
 
 def onednn_linear(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
     """x Wᵀ with a weight that oneDNN has packed for so many rows."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), rows)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
