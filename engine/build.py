@@ -15,8 +15,9 @@ from engine.kv_cache import KvCache
 from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
 from engine.memory import KV_FORMATS, KvLayout, KvMemory
+from engine.parallel.config import share_of_threads
 from engine.parallel.ranks import Ranks
-from engine.parallel.start import share_of_threads, start_ranks
+from engine.parallel.start import start_ranks
 from engine.permitted_drafts import PermittedDrafts
 from engine.prompt_lookup import NgramProposer
 from engine.recent_texts import RecentTexts
@@ -28,6 +29,7 @@ from engine.sizing import available_memory, size_pool
 from engine.speculation import Speculator
 from engine.suffix_proposer import SuffixProposer
 from engine.tiers.build import build_tiers
+from engine.tiers.disk_format import KV_VERSION
 from engine.tiers.kv_tiers import KvTiers
 from engine.transformers_config import ServedConfig
 from kvstore.block_pool import BlockPool
@@ -84,7 +86,8 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     from engine.runner import ModelRunner, set_cpu_threads
 
     quantization = None if options.quantization == "none" else options.quantization
-    threads = set_cpu_threads(share_of_threads(options))
+    num_here = 1 if ranks is None else ranks.machines.num_here
+    threads = set_cpu_threads(share_of_threads(options, num_here))
     kernels = load_kernel_set(options.kernels, threads, quantization, options.device)
     served = load_served_model(options, kernels, progress)
     config, slots = served.config, served.slots
@@ -96,6 +99,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     draft = load_draft(speculative, options, served, threads) if speculative is not None and has_draft else None
     if ranks is not None:
         ranks.wait_loaded(served.digest)  # else the pool would get the memory that their weights are about to take
+    free = max(0, _free_bytes(kernels.device) - _slot_bytes(slots, num_here))
     size = size_pool(
         block_bytes=layout.block_bytes,
         draft_block_bytes=0 if draft is None else draft.layout.block_bytes,
@@ -105,7 +109,7 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         max_model_len=options.max_model_len,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kv_cache_memory_share=options.kv_cache_memory_share,
-        available_bytes=max(0, _free_bytes(kernels.device) - _slot_bytes(slots, options)),
+        available_bytes=free if ranks is None else ranks.machines.pool_bytes(free, layout, ranks.loaded),
         groups=groups,
     )
     root = root_key(
@@ -116,8 +120,9 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         quantization=quantization_name(options, config),
         block_size=options.block_size,
         group_layout=groups.layout,
+        kv_version=KV_VERSION,
     )
-    backing = options.kv_pool_backing if ranks is None else "memfd"  # which the other ranks map
+    backing = options.kv_pool_backing if num_here == 1 else "memfd"  # which the other ranks map
     memory = KvMemory(layout, size.num_blocks, backing, kernels.device, groups)
     pool = BlockPool(
         size.num_blocks,
@@ -224,9 +229,9 @@ def _make_sampler(kernels: str, vocab_size: int, contenders: Contenders | None) 
     return Sampler(vocab_size, contenders)
 
 
-def _slot_bytes(slots: AdapterSlots | None, options: EngineOptions) -> int:
-    """Of all ranks: rank 0's part of a layer is no smaller than another's."""
-    return 0 if slots is None else slots.num_layer_bytes * options.tensor_parallel_size
+def _slot_bytes(slots: AdapterSlots | None, num_ranks: int) -> int:
+    """Of the ranks on this machine: rank 0's part of a layer is no smaller than another's."""
+    return 0 if slots is None else slots.num_layer_bytes * num_ranks
 
 
 def _free_bytes(device: torch.device) -> int:

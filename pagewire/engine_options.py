@@ -155,7 +155,9 @@ class EngineOptions(Frozen):
         1, "Stages of layers; more than one is not supported yet.", panel=_ENGINE, metavar="N", ge=1
     )
     distributed_executor_backend: Literal["mp", "ray"] = option(
-        "mp", "What starts the other processes: this one, or a Ray cluster (extra ray), on this machine.", panel=_ENGINE
+        "mp",
+        "What starts the other processes: this one, or a Ray cluster (extra ray), on one machine or several.",
+        panel=_ENGINE,
     )
     cpu_threads: int = option(0, "Threads of the kernels; 0 takes all CPUs.", panel=_ENGINE, metavar="N", ge=0, le=1024)
     kv_pool_backing: Literal["private", "memfd"] = option(

@@ -106,10 +106,13 @@ class WorkerConfig(ProcessConfig):
     worker_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")] | None = option(
         None, "Name of this worker, unique in the cluster.", panel=_NETWORK, metavar="NAME", shown_default="random"
     )
-    kv_transfer: Literal["auto", "shm", "grpc", "nixl", "shm_vm", "shm_map", "shm_ring"] = option(
+    kv_transfer: Literal["auto", "shm", "tcp", "grpc", "nixl", "shm_vm", "shm_map", "shm_ring"] = option(
         "auto",
-        "How KV blocks travel; auto takes the fastest of shm and grpc that works, nixl falls back to grpc.",
+        "How KV blocks travel; auto takes the first of shm, tcp and grpc that works, nixl falls back to tcp and grpc.",
         panel=_TRANSFER,
+    )
+    kv_transfer_port: Port = option(
+        0, "Port of the transfer plane tcp; 0 lets the kernel choose.", panel=_TRANSFER, metavar="PORT"
     )
     kv_lease_seconds: Seconds = option(
         30.0, "How long a finished prefill's blocks wait for the next heartbeat.", panel=_TRANSFER, metavar="SECONDS"

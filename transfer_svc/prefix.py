@@ -17,8 +17,7 @@ from engine.request import AdapterId, AdoptedKv
 from engine.transfer.copies import copy_blocks, copy_part
 from engine.transfer.frames import ZERO_KEY, BlockFrame, FrameError
 from engine.transfer.landing import Landing
-from engine.transfer.nixl_read import BLOCKS_PER_READ
-from engine.transfer.plane import BlockReceiver, Plane, block_address, block_bytes
+from engine.transfer.plane import BLOCKS_PER_READ, BlockReceiver, Plane, block_address, block_bytes
 from kvstore.kv_groups import HeldBlocks
 from pagewire.metrics import WorkerMetrics
 from transfer_svc.client import PulledEnd, ReadyBlocks
@@ -257,11 +256,11 @@ class VerifiedPrefix:
     ) -> None:
         """Reads blocks out of the sender's memory, as many at a time as there is room for.
 
-        NIXL waits for the sender: on a thread of its own kind, in turns, and for one READ at a time, so that what came
-        before a sender froze is kept.
+        Some planes wait for the sender: on a thread of its own kind, in turns, and for one read at a time, so that what
+        came before a sender froze is kept.
         """
         self._check_place(ready.group, ready.first_block, ready.keys)
-        done, waits = 0, receiver.plane is Plane.NIXL
+        done, waits = 0, receiver.plane.waits_for_sender
         while done < len(ready.blocks):
             if receiver.plane is Plane.SHM_RING and not self._reservations.has_room(mine):
                 raise RingStarved

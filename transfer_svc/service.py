@@ -78,6 +78,8 @@ class KvTransferServicer:
                 token=info.token,
                 token_address=info.token_address,
                 nixl_metadata=info.nixl_metadata,
+                tcp_port=info.tcp_port,
+                tcp_secret=info.tcp_secret,
             ),
         )
 

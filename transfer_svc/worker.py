@@ -24,6 +24,8 @@ from engine.host import EngineHost, SequencedPublisher
 from engine.transfer.negotiate import start_agent
 from engine.transfer.plane import Plane
 from engine.transfer.pool_server import PoolServer
+from engine.transfer.tcp_server import TcpServer
+from engine.transfer.tcp_wire import TcpSettings
 from kvstore.block_store import StoreError
 from pagewire.admission_queue import AdmissionQueue
 from pagewire.errors import InvalidArgument
@@ -64,6 +66,7 @@ class WorkerSetup:
     fetch: FetchSettings
     planes: Sequence[Plane]
     open_channel: Callable[[str], grpc.aio.Channel]
+    tcp: TcpSettings
     clock: Callable[[], float] = time.monotonic
     random_bytes: Callable[[int], bytes] = secrets.token_bytes
 
@@ -84,9 +87,15 @@ class KvWorker(ABC):
         self.leases = LeaseTable(limits.lease_seconds, limits.max_hold_seconds, setup.random_bytes)
         self.sender = KvSender(self.leases, engine.kv_cache, setup.clock, host.announce)
         agent = start_agent(setup.planes, f"{setup.description.worker_id}/{setup.description.incarnation:x}")
-        self.pool_server = PoolServer(engine.memory, agent)
+        tcp = TcpServer(engine.memory, setup.tcp) if Plane.TCP in setup.planes else None
+        self.pool_server = PoolServer(engine.memory, agent, tcp)
         self.peers = PeerTable(
-            setup.description, setup.planes, host.in_peer_thread, setup.open_channel, self.pool_server.agent
+            setup.description,
+            setup.planes,
+            host.in_peer_thread,
+            setup.open_channel,
+            self.pool_server.agent,
+            setup.tcp.client_tls,
         )
         self.adapters = WorkerAdapters(host)
         self.reservations = Reservations(

@@ -1,7 +1,7 @@
 """What planes share: the memory they read, the blocks they move, the errors they raise, and the receiver's protocol."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.transfer.landing import Landing
+
+BLOCKS_PER_READ = 64  # of a plane that waits for the sender: what is asked for at a time
 
 
 class Plane(Enum):
@@ -19,6 +21,12 @@ class Plane(Enum):
     SHM_MAP = 3
     SHM_RING = 4
     NIXL = 5
+    TCP = 6
+
+    @property
+    def waits_for_sender(self) -> bool:
+        """A read over it takes as long as the sender lets it."""
+        return self in (Plane.NIXL, Plane.TCP)
 
 
 def plane_of(number: int) -> Plane | None:
@@ -67,6 +75,8 @@ class SharedPoolInfo:
     token: bytes
     token_address: int
     nixl_metadata: bytes = b""
+    tcp_port: int = 0
+    tcp_secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

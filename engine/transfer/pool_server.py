@@ -15,6 +15,7 @@ from engine.transfer.plane import KvPool, Plane, PlaneUnavailable, SharedPoolInf
 from engine.transfer.shm_map import ASK_POOL, ASK_RING, TOKEN_BYTES
 from engine.transfer.shm_ring import ACK, SendRing
 from engine.transfer.shm_vm import allow_readers
+from engine.transfer.tcp_server import TcpServer
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +64,16 @@ class RingLease:
 
 
 class PoolServer:
-    """Lets processes of the same user on the same host read this pool, and with `agent` those of other NIXL agents.
+    """Lets processes of the same user on the same host read this pool, with `agent` those of other NIXL agents, and
+    with `tcp` those that this worker's handshake lets in.
 
-    It owns the agent; `agent` is None without one that can read and share the pool. Lives on one event loop.
+    It owns both; `agent` is None without one that can read and share the pool. Lives on one event loop.
     """
 
-    def __init__(self, pool: KvPool, agent: NixlAgent | None = None) -> None:
+    def __init__(self, pool: KvPool, agent: NixlAgent | None = None, tcp: TcpServer | None = None) -> None:
         self.pool = pool
         self.agent = agent
+        self._tcp = tcp
         self._token = ctypes.create_string_buffer(secrets.token_bytes(TOKEN_BYTES), TOKEN_BYTES)
         if agent is not None:
             self._share(agent)
@@ -85,7 +88,8 @@ class PoolServer:
         """Planes this sender can try, best first. Mapping needs a pool in a memfd."""
         mapped = (Plane.SHM_MAP,) if self.pool.fd is not None and self.pool.generations_fd is not None else ()
         nixl = (Plane.NIXL,) if self.agent is not None else ()
-        return (*mapped, Plane.SHM_VM, Plane.SHM_RING, *nixl, Plane.GRPC)
+        tcp = (Plane.TCP,) if self._tcp is not None else ()
+        return (*mapped, Plane.SHM_VM, Plane.SHM_RING, *nixl, *tcp, Plane.GRPC)
 
     @property
     def info(self) -> SharedPoolInfo:
@@ -99,11 +103,15 @@ class PoolServer:
             token=self._token.raw,
             token_address=ctypes.addressof(self._token),
             nixl_metadata=b"" if self.agent is None else self.agent.metadata,
+            tcp_port=0 if self._tcp is None else self._tcp.port,
+            tcp_secret=b"" if self._tcp is None else self._tcp.secret,
         )
 
     def start(self) -> None:
-        """Opens the socket; needs a running event loop."""
+        """Opens the sockets; needs a running event loop. Raises BindError."""
         allow_readers()
+        if self._tcp is not None:
+            self._tcp.start()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind("\0" + self._name)
@@ -114,6 +122,8 @@ class PoolServer:
         """Ends every connection, frees the ring and closes the agent: nothing is read or written any more."""
         if self.agent is not None:
             self.agent.close()
+        if self._tcp is not None:
+            self._tcp.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 
@@ -221,7 +220,7 @@ async def cluster(
         clock=clock,
     )
     decode = DecodeApp(WorkerConfig(role="decode", engine=decode_engine.options, **common), decode_engine)
-    channels = [grpc.aio.insecure_channel(app.description.endpoint) for app in (prefill, decode)]
+    channels = [app.server.open_channel(app.description.endpoint) for app in (prefill, decode)]
     for app in (prefill, decode):
         await app.start()
         await app.server.server.start()
