@@ -183,7 +183,7 @@ class NativeKernels:
         residual, size = residual.contiguous(), x.shape[-1]
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
         total = torch.empty_like(residual)
-        out = spaced_rows(*x.shape, x.dtype) if x.dim() == 2 else torch.empty_like(residual)
+        out = spaced_rows(x.shape[0], size, x.dtype) if x.dim() == 2 else torch.empty_like(residual)
         self._ops.rms_norm(
             *(_code(rows), rows.data_ptr(), rows.stride(-2), residual.data_ptr(), weight.data_ptr()),
             *(out.data_ptr(), out.stride(-2), total.data_ptr(), rows.numel() // size, size, eps, unit_offset),

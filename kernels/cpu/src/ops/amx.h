@@ -73,12 +73,7 @@ struct TileScope {
 
 constexpr int64_t PREFETCH_BLOCKS = 2, PREFETCH = PREFETCH_BLOCKS * BLOCK_BYTES;  // ahead; measured best (shared/CPU.md)
 
-#ifndef STREAM_HINT
-#define STREAM_HINT _MM_HINT_T0
-#endif
-
 // B's blocks as they lie in memory.
-template <_mm_hint HINT>
 struct PackedBlocks {
   const char *first, *next;
   int64_t num_blocks;
@@ -88,7 +83,7 @@ struct PackedBlocks {
     const int64_t beyond = block + PREFETCH_BLOCKS - num_blocks;
     const char* ahead = beyond < 0 ? b + PREFETCH : next + beyond * BLOCK_BYTES;
 #pragma GCC unroll 32
-    for (int i = 0; i < 32; ++i) _mm_prefetch(ahead + i * 64, HINT);
+    for (int i = 0; i < 32; ++i) _mm_prefetch(ahead + i * 64, _MM_HINT_T0);
     return b;
   }
 };
@@ -146,13 +141,9 @@ INLINE void multiply_tiles(int64_t rows, const Product<T>& p, const Blocks& bloc
 }
 
 INLINE void multiply(int64_t rows, const Product<float>& p, bool resume, TileScope&) { multiply_vectors(rows, p, resume); }
-template <typename T>
-INLINE void multiply_packed(int64_t rows, const Product<T>& p, bool resume, TileScope& scope) {
-  if (p.once) {
-    multiply_tiles(rows, p, PackedBlocks<STREAM_HINT>{p.b, p.next, p.num_blocks}, resume, scope);
-  } else {
-    multiply_tiles(rows, p, PackedBlocks<_MM_HINT_T0>{p.b, p.next, p.num_blocks}, resume, scope);
-  }
+INLINE void multiply(int64_t rows, const Product<bf16>& p, bool resume, TileScope& scope) {
+  multiply_tiles(rows, p, PackedBlocks{p.b, p.next, p.num_blocks}, resume, scope);
 }
-INLINE void multiply(int64_t rows, const Product<bf16>& p, bool resume, TileScope& scope) { multiply_packed(rows, p, resume, scope); }
-INLINE void multiply(int64_t rows, const Product<int8_t>& p, bool resume, TileScope& scope) { multiply_packed(rows, p, resume, scope); }
+INLINE void multiply(int64_t rows, const Product<int8_t>& p, bool resume, TileScope& scope) {
+  multiply_tiles(rows, p, PackedBlocks{p.b, p.next, p.num_blocks}, resume, scope);
+}

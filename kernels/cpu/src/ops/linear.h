@@ -107,7 +107,7 @@ INLINE void multiply_task(const LinearArgs& a, const LinearPlan<X>& plan, int64_
           const int64_t kept = panel - first_panel;
           float* c = sums + (at_once ? 0 : whole ? kept * MAX_ROWS<X> : kept * plan.row_block + row - first_row) * PANEL;
           const char* weight = a.weight + panel * panel_bytes + block * BLOCK_BYTES;
-          multiply(rows, Product<X>{x, a.x_stride, weight, blocks, c, PANEL, weight + panel_bytes, at_once}, block > 0, scope);
+          multiply(rows, Product<X>{x, a.x_stride, weight, blocks, c, PANEL, weight + panel_bytes}, block > 0, scope);
           if (block + blocks == plan.num_blocks) finish(row, rows, panel, c);
         }
       }

@@ -13,7 +13,7 @@ template <typename T>
 constexpr int64_t DEPTH = 64 / sizeof(T);
 
 // A [rows, num_blocks * DEPTH]; B: `num_blocks` blocks of BLOCK_BYTES; C float32 [rows, 32], added to if `resume`.
-// `next`: what is read after B, to be prefetched; null: nothing, B is in a cache. `once`: nobody reads B again soon.
+// `next`: what is read after B, to be prefetched; null: nothing, B is in a cache.
 template <typename T>
 struct Product {
   const T* a;
@@ -23,7 +23,6 @@ struct Product {
   float* c;
   int64_t c_stride;
   const char* next = nullptr;
-  bool once = false;
 };
 
 #if defined(__AVX512F__)
