@@ -141,7 +141,7 @@ class Plan:
             first, num = event.first_block, len(event.keys)
             if isinstance(event, BlockFrame):
                 ids = range(first, first + num)
-                await self.in_thread(copy_blocks, self.target, ids, memoryview(event.payload), event.checksums)
+                await self.in_thread(copy_blocks, self.target.io, ids, memoryview(event.payload), event.checksums)
             else:
                 assert receiver is not None
                 addresses = [block_address(self.target, first + i) for i in range(num)]

@@ -140,10 +140,11 @@ class WorkerConfig(ProcessConfig):
                 f"kv_max_hold_seconds = {self.kv_max_hold_seconds:g} must be at least "
                 f"kv_lease_seconds = {self.kv_lease_seconds:g}"
             )
-        if self.engine.device != "cpu":
+        if self.engine.has_device_pool and self.kv_transfer in ("nixl", "shm_vm", "shm_map"):
             raise ValueError(
-                f"device = {self.engine.device}: a worker can't transfer KV out of device memory yet; "
-                "LLM and run-batch can run there"
+                f"kv_transfer = {self.kv_transfer}: peers can't read a pool in device memory "
+                f"(device = {self.engine.device}, kernels = {self.engine.kernels}); "
+                "auto, shm, shm_ring, tcp and grpc work"
             )
         if self.role == "prefill" and self.kv_transfer == "shm_map" and self.engine.kv_pool_backing != "memfd":
             raise ValueError("kv_transfer = shm_map needs kv_pool_backing = memfd, a pool that others can map")

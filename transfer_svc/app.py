@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.engine import Engine
 from engine.transfer.negotiate import wanted_planes
+from engine.transfer.plane import is_host_visible
 from engine.transfer.tcp_wire import TcpSettings
 from engine.worker_setup import describe_worker, make_publisher
 from pagewire.config import WorkerConfig
@@ -61,7 +62,7 @@ class WorkerApp(ABC):
             metrics=WorkerMetrics(self.registry, self.description.model),
             fetch_metrics=FetchMetrics(self.registry, self.description.model),
             fetch=FetchSettings(config.kv_fetch, config.kv_fetch_min_tokens),
-            planes=wanted_planes(config.kv_transfer),
+            planes=wanted_planes(config.kv_transfer, in_device_memory=not is_host_visible(engine.memory)),
             open_channel=self.server.open_channel,
             tcp=_tcp_settings(config),
             clock=clock,
@@ -71,7 +72,12 @@ class WorkerApp(ABC):
         """What both workers serve; `own_service` was added by the subclass."""
         worker = self.worker
         self.transfers = KvTransferServicer(
-            worker.sender, worker.lender, worker.pool_server, self.description, self.setup.planes
+            worker.sender,
+            worker.lender,
+            worker.pool_server,
+            self.description,
+            self.setup.planes,
+            worker.staging,
         )
         add_to_server(self.transfers, self.server.server)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm_engine, self.server.server)

@@ -18,8 +18,9 @@ from engine.tiers.load_taken import Taken
 from engine.tiers.store_erase import Doomed
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.store_tier import StoreTier
-from engine.tiers.tier import Bytes, Tier, TierName
+from engine.tiers.tier import Tier, TierName
 from engine.tiers.write_back import WriteBack
+from engine.transfer.block_io import BlockIo
 from kvstore.block_store import BlockStore
 from kvstore.events import CacheEvent
 from kvstore.events import Tier as TierOfIndex
@@ -36,7 +37,7 @@ _CLOSE_SECONDS = 60.0
 
 
 class KvTiers:
-    """`tiers` from fast to slow, below the pool whose bytes are `buffer` [num_blocks, block_bytes]; below them `store`,
+    """`tiers` from fast to slow, below the pool of these `blocks`; below them `store`,
     with the form of its values, which is the fleet's and not in the index. Thread-safe.
 
     `load_ended` is called, on a thread of the tiers, after a load has ended; set it before the first load.
@@ -45,7 +46,7 @@ class KvTiers:
     def __init__(
         self,
         cache: KvCache,
-        buffer: Bytes,
+        blocks: BlockIo,
         tiers: Sequence[Tier],
         store: tuple[BlockStore, StoreFormat] | None = None,
     ) -> None:
@@ -56,19 +57,19 @@ class KvTiers:
         self.num_declined: dict[TierName, int] = {tier.name: 0 for tier in self.tiers}
         self.chain = TierChain(cache.groups)
         self.prefill = Rate(PREFILL_PRIOR, 0.1)
-        size, num_bytes = cache.block_size, int(buffer.shape[1])
+        size, num_bytes = cache.block_size, blocks.block_bytes
         self.costs = {tier.name: LoadCosts(size, num_bytes, PRIORS[tier.name], self.prefill) for tier in self.tiers}
         self._cache = cache
-        self._buffer = buffer
+        self._blocks = blocks
         self._loaders = ThreadPoolExecutor(_NUM_LOADERS, thread_name_prefix="tier-load")
         self._idle = threading.Condition()
         self._num_loads = 0
         above: Sequence[Tier | None] = (None, *self.tiers)
         self._writers = [
-            WriteBack(tier, self.chain, cache, buffer, upper, lambda: self.tier_changed())
+            WriteBack(tier, self.chain, cache, blocks, upper, lambda: self.tier_changed())
             for tier, upper in zip(self.tiers, above, strict=False)
         ]
-        self.store = None if store is None else StoreTier(*store, cache, buffer, lambda: self.tier_changed())
+        self.store = None if store is None else StoreTier(*store, cache, blocks, lambda: self.tier_changed())
         if self.store is not None:
             self.store.costs.prefill = self.prefill
         self._price()
@@ -150,7 +151,7 @@ class KvTiers:
     def _run(self, load: TierLoad) -> None:
         goes_on = False
         try:
-            goes_on = load.run(self._buffer, self._discard)
+            goes_on = load.run(self._blocks, self._discard)
         except Exception:  # a bug: what was not loaded is computed
             logger.exception("a load from the tiers failed")
         self._observe(load)

@@ -32,9 +32,13 @@ _WANTED: dict[str, tuple[Plane, ...]] = {
 }
 
 
-def wanted_planes(kv_transfer: KvTransfer) -> tuple[Plane, ...]:
-    """Planes that `--kv-transfer` allows, best first."""
-    return _WANTED[kv_transfer]
+def wanted_planes(kv_transfer: KvTransfer, *, in_device_memory: bool = False) -> tuple[Plane, ...]:
+    """Planes that `--kv-transfer` allows, best first.
+
+    Not NIXL to a pool in device memory: a READ that was given up may land later, in staging that others have by then.
+    """
+    planes = _WANTED[kv_transfer]
+    return tuple(plane for plane in planes if plane is not Plane.NIXL) if in_device_memory else planes
 
 
 def common_planes(

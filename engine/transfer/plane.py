@@ -47,7 +47,10 @@ class StaleBlock(Exception):
 
 
 class KvPool(Protocol):
-    """The memory of a worker's blocks, as `engine.memory.KvMemory` has it: [num_blocks, block_bytes] uint8."""
+    """The memory of a worker's blocks, as `engine.memory.KvMemory` has it: [num_blocks, block_bytes] uint8.
+
+    Of a pool in device memory `buffer` has no rows.
+    """
 
     @property
     def buffer(self) -> NDArray[np.uint8]: ...
@@ -102,6 +105,11 @@ class BlockReceiver(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+def is_host_visible(pool: KvPool) -> bool:
+    """False for a pool in device memory: its blocks are read and written through a `BlockIo` alone."""
+    return len(pool.buffer) > 0
 
 
 def block_address(pool: KvPool, block_id: int) -> int:

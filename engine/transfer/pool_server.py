@@ -10,8 +10,9 @@ import socket
 import struct
 from contextlib import suppress
 
+from engine.transfer.block_io import Bytes
 from engine.transfer.nixl_agent import NixlAgent, Region
-from engine.transfer.plane import KvPool, Plane, PlaneUnavailable, SharedPoolInfo, block_bytes
+from engine.transfer.plane import KvPool, Plane, PlaneUnavailable, SharedPoolInfo, block_bytes, is_host_visible
 from engine.transfer.shm_map import ASK_POOL, ASK_RING, TOKEN_BYTES
 from engine.transfer.shm_ring import ACK, SendRing
 from engine.transfer.shm_vm import allow_readers
@@ -42,9 +43,9 @@ class RingLease:
         while not self._ring.num_free:
             await self._server.wait_for_slot()
 
-    def put(self, block_id: int) -> tuple[int, int]:
-        """Copies a block of the pool into a free slot; returns (slot, generation)."""
-        slot = self._ring.put(self._server.pool.buffer[block_id])
+    def put(self, block: Bytes) -> tuple[int, int]:
+        """Copies a block into a free slot; returns (slot, generation)."""
+        slot = self._ring.put(block)
         self._taken.add(slot)
         return slot
 
@@ -85,10 +86,15 @@ class PoolServer:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """Planes this sender can try, best first. Mapping needs a pool in a memfd."""
+        """Planes this sender can try, best first. Mapping needs a pool in a memfd.
+
+        A pool in device memory nobody else can read: what is copied out of it is sent, or put into the ring.
+        """
+        tcp = (Plane.TCP,) if self._tcp is not None else ()
+        if not is_host_visible(self.pool):
+            return (Plane.SHM_RING, *tcp, Plane.GRPC)
         mapped = (Plane.SHM_MAP,) if self.pool.fd is not None and self.pool.generations_fd is not None else ()
         nixl = (Plane.NIXL,) if self.agent is not None else ()
-        tcp = (Plane.TCP,) if self._tcp is not None else ()
         return (*mapped, Plane.SHM_VM, Plane.SHM_RING, *nixl, *tcp, Plane.GRPC)
 
     @property
@@ -98,7 +104,7 @@ class PoolServer:
             pid=os.getpid(),
             pool_address=self.pool.address,
             generations_address=self.pool.generations_address,
-            pool_bytes=self.pool.buffer.nbytes,
+            pool_bytes=len(self.pool.generations) * block_bytes(self.pool),
             socket_name=self._name if self._listener is not None else "",
             token=self._token.raw,
             token_address=ctypes.addressof(self._token),

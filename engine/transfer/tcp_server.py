@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 
+from engine.transfer.block_io import BlockIo
 from engine.transfer.plane import KvPool, PlaneUnavailable
 from engine.transfer.tcp_wire import SECRET_BYTES, STALL_SECONDS, TcpSettings, accept_peer, hang_up, receive_request
 from pagewire.ports import check_bindable
@@ -24,10 +25,12 @@ _NO_FD_SECONDS = 1.0
 class TcpServer:
     """Its methods are for one thread; those that serve are its own. `secret` is for the handshake only."""
 
-    def __init__(self, pool: KvPool, settings: TcpSettings) -> None:
+    def __init__(self, pool: KvPool, settings: TcpSettings, staging: BlockIo | None = None) -> None:
+        """`staging`: for a pool in device memory."""
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._pool = pool
         self._settings = settings
+        self._staging = staging
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, socket.socket] = {}
         self._closed = threading.Event()
@@ -108,8 +111,8 @@ class TcpServer:
                 del self._connections[me]
 
     def _answer(self, connection: socket.socket, slots: list[int], generations: list[int]) -> None:
-        if max(slots) >= len(self._pool.buffer):
-            raise PlaneUnavailable(f"it asks for slot {max(slots)} of {len(self._pool.buffer)}")
+        if max(slots) >= len(self._pool.generations):
+            raise PlaneUnavailable(f"it asks for slot {max(slots)} of {len(self._pool.generations)}")
         now = self._pool.generations[slots]
         connection.settimeout(STALL_SECONDS)
         connection.sendall(now.tobytes())
@@ -121,6 +124,9 @@ class TcpServer:
 
     def _pieces(self, slots: Sequence[int]) -> Iterator[memoryview]:
         """The blocks' bytes; those of neighbours at once, `_SEND_BYTES` at most."""
+        if self._staging is not None:
+            yield from _copied(self._staging, slots)
+            return
         begin = 0
         for i in range(1, len(slots) + 1):
             if i < len(slots) and slots[i] - slots[i - 1] == 1:
@@ -129,3 +135,11 @@ class TcpServer:
             for start in range(0, len(run), _SEND_BYTES):
                 yield run[start : start + _SEND_BYTES]
             begin = i
+
+
+def _copied(staging: BlockIo, slots: Sequence[int]) -> Iterator[memoryview]:
+    """A lane is not held while a peer takes its bytes."""
+    for start in range(0, len(slots), staging.most):
+        with staging.reading(slots[start : start + staging.most]) as rows:
+            copies = [row.copy() for row in rows]
+        yield from (copy.data for copy in copies)

@@ -72,7 +72,10 @@ def _known(cls: type[ProcessConfig], flags: dict[str, Any]) -> dict[str, Any]:
 
 def _share_of_machine(engine: EngineOptions, count: int) -> dict[str, float]:
     """Threads, where the user did not choose, and memory for one of `count` workers: all pools share one share."""
-    share: dict[str, float] = {"kv_cache_memory_share": engine.kv_cache_memory_share / count}
+    share: dict[str, float] = {
+        "kv_cache_memory_share": engine.kv_cache_memory_share / count,
+        "gpu_memory_utilization": engine.gpu_memory_utilization / count,
+    }
     if engine.cpu_threads == 0:
         share["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // count)
     return share

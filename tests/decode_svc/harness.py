@@ -163,6 +163,7 @@ class Cluster:
         assert not any(peer.held or peer.num_users for peer in self.decode.worker.peers.connected())
         for engine in engines:
             engine.kv_cache.check_integrity()
+            await until(lambda engine=engine: not engine.memory.num_busy_lanes)
 
 
 async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:

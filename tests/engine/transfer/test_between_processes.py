@@ -35,7 +35,7 @@ async def main():
     server = PoolServer(pool, tcp=TcpServer(pool, TcpSettings()))
     server.start()
     ring = server.open_ring_lease()
-    slots = [ring.put(block_id) for block_id in range(2)]
+    slots = [ring.put(pool.buffer[block_id]) for block_id in range(2)]
     info = dataclasses.asdict(server.info)
     del info["nixl_metadata"]
     secrets = {name: info[name].hex() for name in ("token", "tcp_secret")}

@@ -70,7 +70,7 @@ async def describe(server: PoolServer, plane: Plane, block_id: int) -> RemoteBlo
     digest = checksum(block_view(server.pool, block_id))
     if plane is Plane.SHM_RING:
         lease = server.open_ring_lease()
-        slot, generation = lease.put(block_id)
+        slot, generation = lease.put(server.pool.buffer[block_id])
         return RemoteBlock(slot, generation, digest)
     return RemoteBlock(block_id, int(server.pool.generations[block_id]), digest)
 
@@ -141,7 +141,7 @@ async def test_ring_slots_come_back_by_ack_and_by_close(pools):
         ring = server._ring
         assert ring is not None
         for round_number in range(3):
-            taken = [lease.put(i % NUM_BLOCKS) for i in range(ring.num_slots)]
+            taken = [lease.put(source.buffer[i % NUM_BLOCKS]) for i in range(ring.num_slots)]
             waiting = asyncio.create_task(lease.wait_for_slot())
             await asyncio.sleep(0.01)
             assert not waiting.done(), "no slot is free"
@@ -151,7 +151,7 @@ async def test_ring_slots_come_back_by_ack_and_by_close(pools):
             ]
             await in_thread(receiver.read, blocks[:1], [block_address(target, 1)])
             await asyncio.wait_for(waiting, 5)
-            slot, generation = lease.put(2)
+            slot, generation = lease.put(source.buffer[2])
             assert slot == taken[0][0]
             assert generation > taken[0][1]
             lease.close()

@@ -1,6 +1,7 @@
 """Plane TCP: right bytes, wrong ones noticed, and nothing for who does not know the secret or speaks no TLS."""
 
 import hashlib
+import random
 import socket
 import ssl
 import struct
@@ -164,6 +165,17 @@ def test_the_sender_refuses_nonsense(wanted):
     with pair() as both, dial("127.0.0.1", both.server.port, both.server.secret, None) as connection:
         connection.sendall(wanted)
         assert connection.recv(1) == b""
+        until(lambda: not both.server.num_connections)
+        both.read(both.open(), [3])
+
+
+def test_random_requests_of_who_knows_the_secret_break_nothing():
+    rng = random.Random(0)
+    with pair() as both:
+        for _ in range(100):
+            with dial("127.0.0.1", both.server.port, both.server.secret, None) as connection:
+                count = rng.choice([rng.randrange(1, 65), rng.getrandbits(32)])
+                connection.sendall(struct.pack("<I", count) + rng.randbytes(rng.randrange(1000)))
         until(lambda: not both.server.num_connections)
         both.read(both.open(), [3])
 
