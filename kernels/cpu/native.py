@@ -26,6 +26,7 @@ from kernels.cpu.looks import Look, Looks, Seen
 from kernels.cpu.lora import activate_strips, add_lora, as_strips
 from kernels.cpu.packed import DTYPES, PackedWeight
 from kernels.cpu.packed_groups import NUMBERS, PackedGroups, pack_groups
+from kernels.cpu.spaced_rows import spaced_rows
 from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
 from kernels.kv_cells import Cells, KvFormat
@@ -181,25 +182,27 @@ class NativeKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
         """y = x / sqrt(mean(x²) + eps) · w, or · (1 + w) with `unit_offset`, over the last dimension."""
-        rows = x.contiguous()
-        out = torch.empty_like(rows)
-        size = rows.shape[-1]
+        size = x.shape[-1]
+        rows = x if x.dim() == 2 else x.reshape(-1, size)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = spaced_rows(rows.shape[0], size, x.dtype)
         self._ops.rms_norm(
-            *(_code(rows), rows.data_ptr(), size, 0, weight.data_ptr(), out.data_ptr(), size, 0),
-            *(rows.numel() // size, size, eps, unit_offset),
+            *(_code(rows), rows.data_ptr(), rows.stride(0), 0, weight.data_ptr(), out.data_ptr(), out.stride(0), 0),
+            *(rows.shape[0], size, eps, unit_offset),
         )
-        return out
+        return out if x.dim() == 2 else out.reshape(x.shape)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)."""
-        rows, residual = x.contiguous(), residual.contiguous()
-        out, total = torch.empty_like(rows), torch.empty_like(rows)
-        size = rows.shape[-1]
+        residual, size = residual.contiguous(), x.shape[-1]
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
+        total = torch.empty_like(residual)
+        out = spaced_rows(x.shape[0], size, x.dtype) if x.dim() == 2 else torch.empty_like(residual)
         self._ops.rms_norm(
-            *(_code(rows), rows.data_ptr(), size, residual.data_ptr(), weight.data_ptr(), out.data_ptr(), size),
-            *(total.data_ptr(), rows.numel() // size, size, eps, unit_offset),
+            *(_code(rows), rows.data_ptr(), rows.stride(-2), residual.data_ptr(), weight.data_ptr()),
+            *(out.data_ptr(), out.stride(-2), total.data_ptr(), rows.numel() // size, size, eps, unit_offset),
         )
         return out, total
 
@@ -329,7 +332,7 @@ class NativeKernels:
             plan = self.plan_attention(plan.batch, group_size=plan.group_size, window=plan.window)
         num_kv_heads, block_size, head_dim = k_cache.shape[1:]
         rows = q if q.stride(2) == 1 and q.stride(1) == head_dim else q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = spaced_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype).view(q.shape)
         tables = plan.batch.block_tables
         self._ops.attention(
             *(_code(q), rows.data_ptr(), rows.stride(0)),
@@ -357,8 +360,11 @@ class NativeKernels:
                 f"{x.dtype} rows of {x.shape[1]} don't fit a {'gated ' if weight.gated else ''}weight of "
                 f"{weight.dtype} [{weight.num_out}, {weight.num_in}]"
             )
-        out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
-        if not len(out):
+        if activation:
+            out = spaced_rows(x.shape[0], weight.num_out, out_type)
+        else:
+            out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
+        if not x.shape[0]:
             return out
         rows = x if x.stride(1) == 1 else x.contiguous()
         if residual is not None and residual.stride(1) != 1:
@@ -367,7 +373,7 @@ class NativeKernels:
             *(_address(weight.bias), _address(residual), 0 if residual is None else residual.stride(0)),
             *(
                 out.data_ptr(),
-                weight.num_out,
+                out.stride(0),
                 x.shape[0],
                 weight.num_out,
                 weight.num_in,

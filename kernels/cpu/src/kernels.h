@@ -40,6 +40,12 @@ struct OpsOfType {
   uint32_t fixed_numbers;  // a bit for each kind of numbers that goes by linear_fixed
 };
 
+// What VNNI computes, to the same bits as without it.
+struct IntegerOps {
+  Op<LinearArgs> linear_w8a8;
+  Op<GroupedArgs> linear_fixed;
+};
+
 struct Kernels {
   OpsOfType float32;
   OpsOfType bfloat16;
@@ -53,6 +59,7 @@ struct Kernels {
 
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const IntegerOps integer_ops_vnni[2];  // of float32, of bfloat16
 extern const Kernels kernels_avx512_bf16;
 extern const Kernels kernels_amx;
 extern const Kernels kernels_amx_emulated;

@@ -214,11 +214,12 @@ void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address
                   nullptr, nullptr};
   const int64_t depth = (k + INT8_DEPTH - 1) / INT8_DEPTH * INT8_DEPTH;
   if (integers) {
-    char* rows = Pool::instance().shared(m * depth + 2 * m * (int64_t)sizeof(float));
-    float* row_scales = reinterpret_cast<float*>(rows + m * depth);
+    const int64_t stride = depth % 1024 ? depth : depth + 64;  // kernels/cpu/spaced_rows.py has the reason
+    char* rows = Pool::instance().shared(m * stride + 2 * m * (int64_t)sizeof(float));
+    float* row_scales = reinterpret_cast<float*>(rows + m * stride);
     int32_t* row_sums = reinterpret_cast<int32_t*>(row_scales + m);
-    run(ops(dtype).quantize, QuantizeArgs{at(x), rows, row_scales, row_sums, m, k, x_stride, depth}, m > 1 && m * k >= SMALL);
-    args.x = rows, args.x_stride = depth, args.x_scales = row_scales, args.x_sums = row_sums;
+    run(ops(dtype).quantize, QuantizeArgs{at(x), rows, row_scales, row_sums, m, k, x_stride, stride}, m > 1 && m * k >= SMALL);
+    args.x = rows, args.x_stride = stride, args.x_scales = row_scales, args.x_sums = row_sums;
     run_linear(ops(dtype).linear_w8a8, args, wide, at<Questions>(questions));
     return;
   }
@@ -293,7 +294,7 @@ void attention(int dtype, Address q, int64_t q_stride, Address k_cache, int64_t 
   const bool wide = visible * num_kv_heads * group_size * head_dim >= SMALL;
   if (wide && threads > 1 && splits_per_tile > 1 && num_tiles < 4 * threads) {
     // Too few tiles to keep the threads busy: the splits of each are computed apart and merged afterwards, to the same bits.
-    const int64_t rows = (longest < tokens_per_tile ? longest : tokens_per_tile) * group_size;
+    const int64_t rows = ((longest < tokens_per_tile ? longest : tokens_per_tile) * group_size + 31) / 32 * 32;
     const int64_t width = (head_dim + PANEL - 1) / PANEL * PANEL;
     const int64_t bytes = (rows * (width + 2) * 4 + 63) / 64 * 64;
     args.partials = Pool::instance().shared(num_tiles * splits_per_tile * bytes);
@@ -386,7 +387,7 @@ void linear_each(int dtype, const std::vector<std::vector<int64_t>>& products, i
   for (const std::vector<int64_t>& p : products) {
     if (p.size() != 9) throw std::invalid_argument("a product is 9 numbers");
     each.push_back(LinearArgs{at(p[0]), at<char>(p[2]), at<float>(p[3]), nullptr, at(p[4]), p[6], p[7], p[8], p[1], 0, p[5],
-                              activation, false, nullptr, nullptr});
+                              activation, false, nullptr, nullptr, nullptr});
     work += p[6] * p[7] * p[8];
   }
   run(ops(dtype).linear_each, LinearEachArgs{each.data(), static_cast<int64_t>(each.size())}, work >= SMALL);
