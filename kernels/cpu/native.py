@@ -23,7 +23,8 @@ from kernels.cpu import gumbel, packed
 from kernels.cpu.extension import Extension
 from kernels.cpu.lora import activate_strips, add_lora, as_strips
 from kernels.cpu.packed import DTYPES, PackedWeight
-from kernels.cpu.packed_groups import NUMBERS, PackedGroups, pack_groups
+from kernels.cpu.packed_groups import NUMBERS, PackedGroups
+from kernels.cpu.packed_parts import PackedParts, pack_alike
 from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
 from kernels.kv_cells import Cells, KvFormat
@@ -34,7 +35,7 @@ from kernels.products import Product, one_by_one
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 _CELL_FORMATS: dict[KvFormat, int] = {"int8": 1, "fp8_e4m3": 2}
 
-NativeWeight = PackedWeight | PackedGroups
+NativeWeight = PackedWeight | PackedGroups | PackedParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ class NativeKernels:
 
     def pack_groups(
         self, *weights: GroupedMatrix, dtype: torch.dtype, biases: Sequence[Tensor] = (), gated: bool = False
-    ) -> PackedGroups:
-        """What a checkpoint has quantized, in tile order, for input of `dtype`; see `packed_groups.pack_groups`."""
-        return pack_groups(self._ops, weights, dtype, biases, gated=gated)
+    ) -> PackedGroups | PackedParts:
+        """What a checkpoint has quantized, in tile order, for input of `dtype`; see `packed_parts.pack_alike`."""
+        return pack_alike(self._ops, weights, dtype, biases, gated=gated)
 
     def linear(
         self,
@@ -258,6 +259,8 @@ class NativeKernels:
     def _embedding(self, ids: Tensor, weight: Tensor | NativeWeight, scale: float | None) -> Tensor:
         if isinstance(weight, Tensor):
             return reference.embedding(ids, weight, scale)
+        if isinstance(weight, PackedParts):
+            raise ValueError("a weight of several parts is no embedding")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.num_out:
             raise IndexError(f"token ids must be from 0 to {weight.num_out - 1}")
         ids = ids.contiguous()
@@ -328,6 +331,17 @@ class NativeKernels:
     def _linear(
         self, x: Tensor, weight: NativeWeight, residual: Tensor | None, activation: int, out_type: torch.dtype
     ) -> Tensor:
+        out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
+        if isinstance(weight, PackedParts):
+            for part, columns in weight.columns():
+                self._linear_into(out[:, columns], x, part, None if residual is None else residual[:, columns], activation)
+        else:
+            self._linear_into(out, x, weight, residual, activation)
+        return out
+
+    def _linear_into(
+        self, out: Tensor, x: Tensor, weight: PackedWeight | PackedGroups, residual: Tensor | None, activation: int
+    ) -> None:
         if isinstance(weight, PackedGroups) and weight.order is not None:
             x = x.index_select(1, weight.order)
         if x.dtype != weight.dtype or x.shape[1] != weight.num_in or weight.gated != bool(activation):
@@ -335,9 +349,8 @@ class NativeKernels:
                 f"{x.dtype} rows of {x.shape[1]} don't fit a {'gated ' if weight.gated else ''}weight of "
                 f"{weight.dtype} [{weight.num_out}, {weight.num_in}]"
             )
-        out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
         if not len(out):
-            return out
+            return
         rows = x if x.stride(1) == 1 else x.contiguous()
         if residual is not None and residual.stride(1) != 1:
             residual = residual.contiguous()
@@ -345,12 +358,12 @@ class NativeKernels:
             *(_address(weight.bias), _address(residual), 0 if residual is None else residual.stride(0)),
             *(
                 out.data_ptr(),
-                weight.num_out,
+                out.stride(0),
                 x.shape[0],
                 weight.num_out,
                 weight.num_in,
                 activation,
-                out_type != x.dtype,
+                out.dtype != x.dtype,
             ),
         )
         data = (rows.data_ptr(), rows.stride(0), weight.data.data_ptr())
@@ -363,7 +376,6 @@ class NativeKernels:
             self._ops.linear_int8(
                 DTYPES[x.dtype], *data, weight.scales.data_ptr(), *arguments, self.quantization == "w8a8"
             )
-        return out
 
     def _gated(self, gate: Tensor, up: Tensor, activation: int) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()

@@ -1,0 +1,99 @@
+// Numbers of a weight with groups as bfloat16, exactly, in the tile order that AMX reads: a pair at a time (fixed.h has the order).
+//
+// Up to 6 bits index a table of all numbers there are, 7 bits of FP8 two of them; INT8 becomes float32 and is cut, times 2^24.
+#pragma once
+
+// a's bits where `mask` has ones, else b's.
+template <int MASK>
+INLINE ivec choose16(ivec a, ivec b) { return _mm512_ternarylogic_epi32(_mm512_set1_epi16(MASK), a, b, 0xca); }
+
+// Entry i of a table of `SIZE`: f(i), whose lower 16 bits as float32 are zeros.
+template <int SIZE, typename F>
+INLINE void fill_table(ivec* table, F f) {
+  alignas(64) uint16_t entries[SIZE];
+  for (int i = 0; i < SIZE; ++i) {
+    const float number = f(i);
+    uint32_t bits;
+    __builtin_memcpy(&bits, &number, 4);
+    entries[i] = bits >> 16;
+  }
+  for (int i = 0; i < SIZE / 32; ++i) table[i] = iload(entries + i * 32);
+}
+
+template <int OFFSET>
+struct TileNibbles {
+  static constexpr int64_t DEPTH = 128, UNIT_BYTES = 4 * 64;
+  static constexpr float UNIT = 1.0f;
+  ivec table[1];
+  TileNibbles() { fill_table<32>(table, [](int i) { return (float)((i ^ 8) % 16 - 8 + OFFSET); }); }
+  template <int P>
+  __attribute__((always_inline)) ivec pair(const char* unit) const {  // the permutation looks at 5 bits, and its table has everything twice
+    return _mm512_permutexvar_epi16(right16<P % 4 * 4>(iload(unit + P / 4 * 64)), table[0]);
+  }
+};
+
+template <int BITS, int OFFSET>
+struct TilePlanes {
+  static constexpr int64_t DEPTH = 128, UNIT_BYTES = (4 + BITS) * 64;
+  static constexpr float UNIT = 1.0f;
+  static constexpr int PER_PLANE = 16 / BITS;
+  ivec table[BITS];
+  TilePlanes() { fill_table<32 * BITS>(table, [](int i) { return (float)(i + OFFSET); }); }
+  template <int P>
+  __attribute__((always_inline)) ivec pair(const char* unit) const {
+    const ivec low = right16<P % 4 * 4>(iload(unit + P / 4 * 64));
+    const ivec high = high_bits<P % PER_PLANE, BITS>(unit + (4 + P / PER_PLANE) * 64);
+    const ivec index = choose16<(BITS == 1 ? 0x10 : 0x30)>(high, low);
+    if constexpr (BITS == 1) return _mm512_permutexvar_epi16(index, table[0]);
+    return _mm512_permutex2var_epi16(table[0], index, table[BITS - 1]);
+  }
+};
+
+struct TileInt8 {
+  static constexpr int64_t DEPTH = DEPTH_INT8, UNIT_BYTES = 8 * 64;
+  static constexpr float UNIT = BYTE_UNIT;
+  template <int P>
+  __attribute__((always_inline)) ivec pair(const char* unit) const {
+    const char* words = unit + P / 2 * 64;
+    const ivec low = _mm512_castps_si512(load_byte<P % 2>(words)), high = _mm512_castps_si512(load_byte<P % 2 + 2>(words));
+    return _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
+  }
+};
+
+struct TileFp8 {
+  static constexpr int64_t DEPTH = DEPTH_INT8, UNIT_BYTES = 8 * 64;
+  static constexpr float UNIT = 1.0f;
+  ivec table[4];
+  TileFp8() {
+    fill_table<128>(table, [](int i) {
+      const float fraction = i / 8 ? 8 + i % 8 : i % 8;
+      return fraction * (float)(1 << (i / 8 ? i / 8 : 1)) * 0x1p-10f;
+    });
+  }
+  template <int P>
+  __attribute__((always_inline)) ivec pair(const char* unit) const {
+    const ivec words = iload(unit + P / 2 * 64), index = P % 2 ? right16<8>(words) : words;
+    const ivec low = _mm512_permutex2var_epi16(table[0], index, table[1]);
+    const ivec high = _mm512_permutex2var_epi16(table[2], index, table[3]);
+    const ivec magnitude = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(index, _mm512_set1_epi16(0x40)), high);
+    return choose16<-0x8000>(P % 2 ? words : left16<8>(words), magnitude);
+  }
+};
+
+template <typename F>
+INLINE void with_tile_numbers(int numbers, F&& f) {
+  switch (numbers) {
+    case INT4: return f(TileNibbles<0>());
+    case UINT4: return f(TileNibbles<8>());
+    case INT5: return f(TilePlanes<1, -16>());
+    case UINT5: return f(TilePlanes<1, 0>());
+    case INT6: return f(TilePlanes<2, -32>());
+    case INT8: return f(TileInt8());
+    case FP8: return f(TileFp8());
+  }
+}
+
+template <typename N, int... P>
+INLINE void spread_tile(const N& numbers, const char* unit, char* tile, std::integer_sequence<int, P...>) {
+  (istore(tile + P * 64, numbers.template pair<P>(unit)), ...);
+}
