@@ -112,7 +112,7 @@ def measure(engine: Engine, clock: Clock, quick: bool) -> dict[str, float]:
 
 def bytes_read(engine: Engine) -> int:
     """Of the weights, by a decode step of one sequence."""
-    return engine.model.num_bytes_read
+    return engine._runner._model.num_bytes_read  # type: ignore[attr-defined]
 
 
 def points(
@@ -141,7 +141,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="decode of 1 and 8 sequences only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--variants", nargs="+", default=VARIANTS, help=f"{BASELINE} is always among them; formats: {', '.join(FORMATS)}"
+        "--variants",
+        nargs="+",
+        default=VARIANTS,
+        help=f"{BASELINE} is always among them; formats: {', '.join(FORMATS)}",
     )
     parser.add_argument("--out", type=Path, help="write a CSV")
     parser.add_argument("--cpu-time", action="store_true", help="one thread's CPU time")
@@ -151,9 +154,7 @@ def main() -> None:
     files = {file.stem: file for file in options.gguf}
     variants = dict.fromkeys([BASELINE, *options.variants, *(f"bfloat16+{name}" for name in files)])
     with tempfile.TemporaryDirectory() as scratch:
-        engines = {
-            variant: make_engine(options.model, variant, threads, Path(scratch), files) for variant in variants
-        }
+        engines = {variant: make_engine(options.model, variant, threads, Path(scratch), files) for variant in variants}
     for engine in engines.values():
         decode_seconds(engine, clock, 1, 1)
     rounds = []
@@ -163,8 +164,8 @@ def main() -> None:
     made = points(rounds, engines, threads, "CPU" if options.cpu_time else "wall")
     print(f"{processor()}, {threads} threads, {made[0].clock} time, load {made[0].load:.1f}, {options.rounds} rounds")
     for p in made:
-        spread = f"{p.ratio_low:.2f}-{p.ratio_high:.2f}"
-        print(f"{p.variant:<26}{p.work:<12}{p.milliseconds:>9.1f} ms  {p.ratio:>5.2f}x ({spread}), bytes {p.bytes_ratio:.2f}x")
+        spread = f"{p.ratio:>5.2f}x ({p.ratio_low:.2f}-{p.ratio_high:.2f}), bytes {p.bytes_ratio:.2f}x"
+        print(f"{p.variant:<26}{p.work:<12}{p.milliseconds:>9.1f} ms  {spread}")
     if options.out:
         with options.out.open("w", newline="") as file:
             writer = csv.writer(file)

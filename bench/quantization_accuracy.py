@@ -1,12 +1,12 @@
-"""Perplexity and top-1 agreement of quantized weights, and of KV in one byte a value, on the language reference's prose.
+"""Perplexity and top-1 agreement of quantized weights, and of KV in one byte a value, on the language reference.
 
 The text comes with Python.
 
     .venv/bin/python bench/quantization_accuracy.py --model .cache/models/gemma-3-270m --out FILE
 
 The text is cut into windows that each start a sequence. Every token but a window's first is predicted; `agreement` is
-how often the likeliest token is the baseline's, `divergence` the mean of |log p - the baseline's log p| of the text's own
-tokens. Variants are as in quantization.py, or "+kv_int8", "+kv_fp8".
+how often the likeliest token is the baseline's, `divergence` the mean of |log p - the baseline's log p| of the text's
+own tokens. Variants are as in quantization.py, or "+kv_int8", "+kv_fp8".
 
 The baseline is float32. A variant of a format or of a GGUF file comes with one of the same weights in float32, expanded
 (`--kernels torch`): what the format costs is that one's ratio, and what the kernels cost is `kernel_ratio`, the two's.
@@ -126,10 +126,11 @@ def perplexity(found: list[Prediction]) -> float:
 
 
 class Results:
-    """Points as they come, each beside the baseline, which is the first."""
+    """Points as they come, each beside the baseline, which is the first; all are written to `out` each time."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, out: Path | None) -> None:
         self._label = label
+        self._out = out
         self._baseline: list[Prediction] = []
         self.points: list[Point] = []
 
@@ -149,13 +150,12 @@ class Results:
             f"top-1 {p.agreement:7.2%}, |dlogp| {p.divergence:.4f}",
             flush=True,
         )
+        if self._out:
+            with self._out.open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow([field.name for field in fields(Point)])
+                writer.writerows(astuple(point) for point in self.points)
         return mine
-
-    def write(self, path: Path) -> None:
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([field.name for field in fields(Point)])
-            writer.writerows(astuple(point) for point in self.points)
 
 
 def main() -> None:
@@ -175,7 +175,7 @@ def main() -> None:
         sys.exit(f"the text has {len(token_ids)} tokens, fewer than {options.windows} windows of {size}")
     label = f"pydoc_data.topics of Python {sys.version.split()[0]}, {options.windows} x {options.window_tokens}"
     print(f"{processor()}, {label}")
-    results = Results(label)
+    results = Results(label, options.out)
     files = {file.stem: file for file in options.gguf}
     for variant in dict.fromkeys([BASELINE, *options.variants, *(f"bfloat16+{name}" for name in files)]):
         dtype, _, quantization = variant.partition("+")
@@ -190,8 +190,6 @@ def main() -> None:
             expanded = run(engine_options(exact, "float32", "", "torch"), windows)
             same = results.add(f"float32+{quantization}, expanded", *expanded, None)
             results.add(variant, *run(engine_options(model, dtype, "", "native"), windows), same)
-    if options.out:
-        results.write(options.out)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Which of GGUF's quantized matrices stay as they are, and as what (`engine/quantized/gguf.py` reads their blocks).
 
-Matrices over one input are kept all or none: q, k and v each as it is, gate and up as numbers of one kind. Where these
-differ, types with a float16 for 32 numbers take eight bits a number; the K types, whose scales have two levels, are then
-expanded to the compute dtype, as all other types are.
+Matrices over one input are kept all or none: q, k and v each as it is, gate and up as numbers of one kind. Where
+these differ, types with a float16 for 32 numbers take eight bits a number; the K types, whose scales have two levels,
+are then expanded to the compute dtype, as all other types are.
 """
 
 from collections.abc import Iterable, Mapping

@@ -34,9 +34,7 @@ def write_groups(writer: SectionWriter, name: str, weight: PackedGroups | Packed
                 data.copy_(tensor.view(torch.uint8))
 
 
-def read_groups(
-    file: SectionFile, name: str, projection: Projection, dtype: torch.dtype
-) -> PackedGroups | PackedParts:
+def read_groups(file: SectionFile, name: str, projection: Projection, dtype: torch.dtype) -> PackedGroups | PackedParts:
     """The weight that was written for this projection. Raises SectionFileError."""
     num_outs = _rows_of_parts(file, name, projection)
     if len(num_outs) == 1:
@@ -57,9 +55,7 @@ def _rows_of_parts(file: SectionFile, name: str, projection: Projection) -> list
     return [projection.num_out]
 
 
-def _read_part(
-    file: SectionFile, name: str, projection: Projection, num_out: int, dtype: torch.dtype
-) -> PackedGroups:
+def _read_part(file: SectionFile, name: str, projection: Projection, num_out: int, dtype: torch.dtype) -> PackedGroups:
     number, group_size, scale_form = file.tensor(f"{name} form", 24).view(torch.int64).tolist()
     kind = next((each for each, code in NUMBERS.items() if code == number), None)
     if kind is None or group_size <= 0 or not is_form(scale_form):

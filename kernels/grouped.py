@@ -149,7 +149,7 @@ class GroupedMatrix:
         return self.numbers.shape
 
     def is_like(self, other: "GroupedMatrix") -> bool:
-        """Whether both have one kind of numbers, groups, number and order of columns, so that they can be packed as one."""
+        """Whether both have one kind of numbers, groups and columns in one order: they can be packed as one."""
         forms = [(each.kind, each.group_size, each.shape[1], each.levels is None) for each in (self, other)]
         same_order = self.order is other.order or (
             self.order is not None and other.order is not None and torch.equal(self.order, other.order)

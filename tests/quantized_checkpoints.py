@@ -202,7 +202,9 @@ def fp8_blocks(
                 numbers[block] = (weight[block] / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
                 dense[block] = numbers[block] * scale
         stored = {"weight": numbers.to(torch.float8_e4m3fn)}
-        return stored | ({"weight_scale": scales[0, 0].clone()} if size is None else {"weight_scale_inv": scales}), dense
+        return stored | (
+            {"weight_scale": scales[0, 0].clone()} if size is None else {"weight_scale_inv": scales}
+        ), dense
 
     return Recipe(config, make, kept)
 

@@ -2,10 +2,10 @@
 
     python -m bench.peers.compare_llama --peer .peers/llama [--gguf FILE] [--pairs 5] [--csv FILE]
 
-Three rounds: the file served as it is by both; its matrices again as Q8_0, served as they are by both; and the peer's Q8_0
-against `--quantization w8a8` of the same weights expanded: 8 bits and integer products on both sides. Points as in
-compare.py: decode of 1, 8 and 32 sequences, prefill of one prompt and of four. Rows are added to the CSV, so that points
-can be measured one at a time.
+Three rounds: the file served as it is by both; its matrices again as Q8_0, served as they are by both; and the peer's
+Q8_0 against `--quantization w8a8` of the same weights expanded: 8 bits and integer products on both sides. Points as in
+compare.py: decode of 1, 8 and 32 sequences, prefill of one prompt and of four. Rows are added to the CSV, so that
+points can be measured one at a time.
 """
 
 import argparse

@@ -334,7 +334,9 @@ class NativeKernels:
         out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
         if isinstance(weight, PackedParts):
             for part, columns in weight.columns():
-                self._linear_into(out[:, columns], x, part, None if residual is None else residual[:, columns], activation)
+                self._linear_into(
+                    out[:, columns], x, part, None if residual is None else residual[:, columns], activation
+                )
         else:
             self._linear_into(out, x, weight, residual, activation)
         return out

@@ -104,7 +104,7 @@ def test_every_code_is_what_gguf_reads(number: int) -> None:
 
 
 def test_four_bits_beside_eight_are_the_same_numbers(tmp_path: Path) -> None:
-    """Of a file whose up is Q8_0: gate is read as eight bits; v is by itself, and tokens from a mapped file the same."""
+    """Of a file whose up is Q8_0 gate is read as eight bits; v is by itself; a mapped file gives the same bits."""
     other = {".attn_v.": Q8_0, ".ffn_up.": Q8_0}
     _, file = write_gguf("llama", tmp_path, quantization=Q4_0, kinds=other, num_hidden_layers=1)
     expanded_path = convert_gguf(file, tmp_path / "expanded", dtype="float32")

@@ -47,15 +47,18 @@ struct FlushTileScope {
     if (key >= 0) tile_release();
   }
 
-  // tiles 0 1   C of one flush and the next      tiles 4 5   A      tiles 6 7   B, `pairs` deep
-  void configure(int rows, int pairs) {
-    if (key == rows * 32 + pairs) return;
-    key = rows * 32 + pairs;
+  // Two tiles of rows:  0 1 2 3 C (rows, strips)   4 5 A (rows)   6 7 B (strips), `pairs` deep
+  // One tile of rows:   0 1 C (strips) of one flush, 2 3 of the next, 4 5 A of these
+  void configure(int rows0, int rows1, int pairs) {
+    const int64_t wanted = (rows0 * 32 + rows1) * 32 + pairs;
+    if (key == wanted) return;
+    key = wanted;
+    const int rows[8] = {rows0, rows0, rows1, rows1, rows0, rows1, pairs, pairs};
     TileConfig config;
     __builtin_memset(&config, 0, sizeof config);
     config.palette = 1;
     for (int i = 0; i < 8; ++i) {
-      config.rows[i] = i < 6 ? rows : pairs;
+      config.rows[i] = rows[i];
       config.bytes_per_row[i] = i == 4 || i == 5 ? pairs * 4 : 64;
     }
     tile_configure(config);
@@ -80,83 +83,136 @@ struct PieceScales {
   }
 };
 
-// C of one flush: tile ODD of x and b, `blocks` deep, to `out`. DEEP: bytes of x's and b's blocks.
-#define FLUSH_PRODUCT(C, A, B)                                     \
-  TILE_ZERO(C);                                                    \
-  for (int64_t block = 0; block < blocks; ++block) {               \
-    TILE_LOAD(A, x + block * x_bytes, 64);                         \
-    TILE_LOAD(B, b + block * TILE_BYTES, 64);                      \
-    TILE_MULTIPLY(C, A, B);                                        \
-  }                                                                \
-  TILE_STORE(C, out, 64);
+// One tile of rows and what it is multiplied with in a piece: x [32 k][rows][32], x_sums [flush][rows], total [rows][32].
+struct RowTile {
+  int64_t rows;
+  const char* x;
+  const float* x_sums;
+  float* total;
 
-INLINE void flush_product(bool odd, const char* x, int64_t x_bytes, const char* b, int64_t blocks, float* out) {
+  RowTile(const GroupedArgs& g, int64_t depth, int64_t k, int64_t row, float* to)
+      : rows(rows_of_tile(g.linear.m - row)),
+        x((const char*)(g.tiles + row * depth + k * rows)),
+        x_sums(g.x_sums + row * ((depth + g.flush - 1) / g.flush) + k / g.flush * rows),
+        total(to) {}
+  __attribute__((always_inline)) const char* at(int64_t k) const { return x + k / 32 * rows * 64 + k % 32 * 2; }
+};
+
+constexpr int64_t RESULT_BYTES = PANEL * 4;  // of a row
+
+// C of one flush, `blocks` deep, to `out` [rows][32]. Of a flush of 16 the pairs are half of each tile's.
+#define FLUSH_OF_ONE_TILE(C0, C1, A)                 \
+  TILE_ZERO(C0);                                     \
+  TILE_ZERO(C1);                                     \
+  for (int64_t block = 0; block < blocks; ++block) { \
+    TILE_LOAD(A, x + block * rows * 64, 64);         \
+    TILE_LOAD(6, b + block * TILE_BYTES, 64);        \
+    TILE_MULTIPLY(C0, A, 6);                         \
+    TILE_LOAD(7, b1 + block * TILE_BYTES, 64);       \
+    TILE_MULTIPLY(C1, A, 7);                         \
+  }                                                  \
+  TILE_STORE(C0, out, RESULT_BYTES);                 \
+  TILE_STORE(C1, out + 16, RESULT_BYTES);
+
+INLINE void flush_one(bool odd, const char* x, int64_t rows, const char* b, int64_t blocks, float* out) {
+  const char* b1 = b + STRIP_PIECE_BYTES;
   if (odd) {
-    FLUSH_PRODUCT(1, 5, 7)
+    FLUSH_OF_ONE_TILE(2, 3, 5)
   } else {
-    FLUSH_PRODUCT(0, 4, 6)
+    FLUSH_OF_ONE_TILE(0, 1, 4)
   }
 }
 
-// One strip of a piece: total [ROWS][32] += . `flush`: k of each, of which the last may have less than the others.
-template <int ROWS, bool OFFSETS>
-void multiply_piece(const char* x, const float* x_sums, const char* b, const PieceScales& s, int64_t flush, int64_t depth,
-                    int64_t strip, float* total) {
-  constexpr int64_t X_BYTES = ROWS * 64;
-  vec sums[ROWS];
-#pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i) sums[i] = vload(total + i * PANEL);
-  alignas(64) float results[2][ROWS * 16];
-  for (int64_t f = 0; f <= s.num_flushes; ++f) {
-    if (f < s.num_flushes) {
-      const int64_t k = f * flush;  // of a flush of 16 half a block: its pairs are half of each tile's
-      flush_product(f & 1, x + k / 32 * X_BYTES + k % 32 * 2, X_BYTES, b + k * (TILE_BYTES / 32),
-                    larger(1, smaller(flush, depth - k) / 32), results[f & 1]);
+INLINE void flush_two(const char* x0, const char* x1, int64_t rows1, const char* b, int64_t blocks, float* out) {
+  const char* b1 = b + STRIP_PIECE_BYTES;
+  float* out1 = out + 16 * PANEL;
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
+  for (int64_t block = 0; block < blocks; ++block) {
+    TILE_LOAD(4, x0 + block * TILE_BYTES, 64);
+    TILE_LOAD(6, b + block * TILE_BYTES, 64);
+    TILE_LOAD(7, b1 + block * TILE_BYTES, 64);
+    TILE_MULTIPLY(0, 4, 6);
+    TILE_MULTIPLY(1, 4, 7);
+    TILE_LOAD(5, x1 + block * rows1 * 64, 64);
+    TILE_MULTIPLY(2, 5, 6);
+    TILE_MULTIPLY(3, 5, 7);
+  }
+  TILE_STORE(0, out, RESULT_BYTES);
+  TILE_STORE(1, out + 16, RESULT_BYTES);
+  TILE_STORE(2, out1, RESULT_BYTES);
+  TILE_STORE(3, out1 + 16, RESULT_BYTES);
+}
+
+// A tile's total += the results of COUNT flushes, from the f-th on.
+template <int COUNT, bool OFFSETS>
+INLINE void add_flushes(const RowTile& tile, const PieceScales& s, int64_t f, const float* results, int64_t result_size) {
+  for (int64_t n = 0; n < PANEL; n += W) {
+    vec scale[COUNT], offset[COUNT];
+#pragma GCC unroll 2
+    for (int j = 0; j < COUNT; ++j) {
+      scale[j] = vload(s.scales + (f + j) * PANEL + n);
+      if (OFFSETS) offset[j] = vload(s.offsets + (f + j) * PANEL + n);
+    }
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      float* to = tile.total + i * PANEL + n;
+      vec sum = vload(to);
+#pragma GCC unroll 2
+      for (int j = 0; j < COUNT; ++j) {
+        sum = vfma(vload(results + j * result_size + i * PANEL + n), scale[j], sum);
+        if (OFFSETS) sum = vfma(vset(tile.x_sums[(f + j) * tile.rows + i]), offset[j], sum);
+      }
+      vstore(to, sum);
+    }
+  }
+}
+
+constexpr int64_t FLUSH_RESULT = 32 * PANEL;  // floats of two tiles' results
+
+// A piece of a panel times one or two tiles of rows. Two flushes at a time, whose results are added while the next are made.
+template <bool OFFSETS>
+void multiply_piece(const RowTile* tiles, int num_tiles, const char* b, const PieceScales& s, int64_t flush, int64_t depth,
+                    float* results) {
+  for (int64_t f = 0; f < s.num_flushes + 2; f += 2) {
+    float* made = results + f / 2 % 2 * 2 * FLUSH_RESULT;
+    for (int64_t j = 0; j < 2 && f + j < s.num_flushes; ++j) {
+      const int64_t k = (f + j) * flush, blocks = larger(1, smaller(flush, depth - k) / 32);
+      const char* weight = b + k * (TILE_BYTES / 32);
+      float* out = made + j * FLUSH_RESULT;
+      if (num_tiles == 2) {
+        flush_two(tiles[0].at(k), tiles[1].at(k), tiles[1].rows, weight, blocks, out);
+      } else {
+        flush_one(j, tiles[0].at(k), tiles[0].rows, weight, blocks, out);
+      }
     }
     if (f == 0) continue;
-    const float* result = results[(f - 1) & 1];
-    const vec scale = vload(s.scales + (f - 1) * PANEL + strip * 16);
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i) sums[i] = vfma(vload(result + i * 16), scale, sums[i]);
-    if (OFFSETS) {
-      const vec offset = vload(s.offsets + (f - 1) * PANEL + strip * 16);
-#pragma GCC unroll 16
-      for (int i = 0; i < ROWS; ++i) sums[i] = vfma(vset(x_sums[(f - 1) * ROWS + i]), offset, sums[i]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i) vstore(total + i * PANEL, sums[i]);
-}
-
-template <int ROWS>
-INLINE void multiply_strips(const char* x, const float* x_sums, const char* tiles, const PieceScales& s, int64_t flush,
-                            int64_t depth, float* total) {
-  for (int64_t strip = 0; strip < 2; ++strip) {
-    const char* b = tiles + strip * STRIP_PIECE_BYTES;
-    if (s.has_offsets) {
-      multiply_piece<ROWS, true>(x, x_sums, b, s, flush, depth, strip, total + strip * 16);
-    } else {
-      multiply_piece<ROWS, false>(x, x_sums, b, s, flush, depth, strip, total + strip * 16);
+    const float* before = results + (f / 2 + 1) % 2 * 2 * FLUSH_RESULT;
+    for (int t = 0; t < num_tiles; ++t) {
+      if (f - 1 < s.num_flushes) {
+        add_flushes<2, OFFSETS>(tiles[t], s, f - 2, before + t * 16 * PANEL, FLUSH_RESULT);
+      } else {
+        add_flushes<1, OFFSETS>(tiles[t], s, f - 2, before + t * 16 * PANEL, FLUSH_RESULT);
+      }
     }
   }
 }
 
 // All rows of a task over one piece, from k on. total [rows][32].
 INLINE void multiply_rows_of_piece(const GroupedArgs& g, const Int8Part& part, int64_t depth, int64_t k, const char* tiles,
-                                   const PieceScales& s, float* total, FlushTileScope& scope) {
-  const int64_t num_flushes = (depth + g.flush - 1) / g.flush, here = smaller(TILE_PIECE, depth - k);
-  for (int64_t row = part.first_row; row < part.last_row; row += 16) {
-    const int64_t rows = rows_of_tile(g.linear.m - row);
-    const char* x = (const char*)(g.tiles + row * depth + k * rows);
-    const float* x_sums = g.x_sums + row * num_flushes + k / g.flush * rows;
+                                   const PieceScales& s, float* results, float* total, FlushTileScope& scope) {
+  const int64_t here = smaller(TILE_PIECE, depth - k);
+  for (int64_t row = part.first_row; row < part.last_row; row += 32) {
     float* to = total + (row - part.first_row) * PANEL;
-    scope.configure(rows, g.flush < 32 ? g.flush / 2 : 16);
-    switch (rows) {
-      case 1: multiply_strips<1>(x, x_sums, tiles, s, g.flush, here, to); break;
-      case 2: multiply_strips<2>(x, x_sums, tiles, s, g.flush, here, to); break;
-      case 4: multiply_strips<4>(x, x_sums, tiles, s, g.flush, here, to); break;
-      case 8: multiply_strips<8>(x, x_sums, tiles, s, g.flush, here, to); break;
-      default: multiply_strips<16>(x, x_sums, tiles, s, g.flush, here, to);
+    const int num_tiles = part.last_row - row > 16 ? 2 : 1;
+    const RowTile rows[2] = {{g, depth, k, row, to}, {g, depth, k, row + (num_tiles - 1) * 16, to + 16 * PANEL}};
+    scope.configure(rows[0].rows, rows[1].rows, g.flush < 32 ? g.flush / 2 : 16);
+    if (s.has_offsets) {
+      multiply_piece<true>(rows, num_tiles, tiles, s, g.flush, here, results);
+    } else {
+      multiply_piece<false>(rows, num_tiles, tiles, s, g.flush, here, results);
     }
   }
 }
@@ -164,8 +220,15 @@ INLINE void multiply_rows_of_piece(const GroupedArgs& g, const Int8Part& part, i
 struct TilesScratch {
   alignas(64) char tiles[2 * STRIP_PIECE_BYTES];
   PieceScales scales;
+  alignas(64) float results[4 * FLUSH_RESULT];
   alignas(64) float total[(ROW_BLOCK + 16) * PANEL];
 };
+
+INLINE FixedScales panel_scales(const GroupedArgs& g, int64_t panel, int64_t depth) {
+  return FixedScales{g.scale_form, g.group < depth ? larger(1, g.group / g.flush) : depth,
+                     (const char*)g.scales + panel * g.scale_panel_bytes,
+                     g.offsets ? g.offsets + panel * g.num_groups * PANEL : nullptr};
+}
 
 template <typename N>
 void tiles_task(const GroupedArgs& g, const N& numbers, const Int8Plan<bf16>& plan, int64_t task, TilesScratch& scratch,
@@ -175,33 +238,46 @@ void tiles_task(const GroupedArgs& g, const N& numbers, const Int8Plan<bf16>& pl
   const Int8Part part(a, plan, task);
   const int64_t depth = plan.num_blocks * N::DEPTH, rows = part.last_row - part.first_row;
   for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) {
-    const FixedScales scales{g.scale_form, g.group < depth ? larger(1, g.group / g.flush) : depth,
-                             (const char*)g.scales + panel * g.scale_panel_bytes,
-                             g.offsets ? g.offsets + panel * g.num_groups * PANEL : nullptr};
+    const FixedScales scales = panel_scales(g, panel, depth);
     for (int64_t i = 0; i < round_up(rows, 16) * PANEL; i += W) vstore(scratch.total + i, vzero());
     const char* b = a.weight + panel * plan.num_blocks * BLOCK;
     for (int64_t k = 0; k < depth; k += TILE_PIECE) {
       const int64_t end = smaller(k + TILE_PIECE, depth);
+#ifndef NO_SPREAD
       for (int64_t block = k; block < end; block += N::DEPTH)
         for (int64_t strip = 0; strip < 2; ++strip)
           for (int64_t unit = 0; unit < UNITS; ++unit, b += N::UNIT_BYTES)
             spread_tile(numbers, b, scratch.tiles + strip * STRIP_PIECE_BYTES + ((block - k) / 32 + unit) * TILE_BYTES,
                         std::make_integer_sequence<int, 16>());
+#endif
+      asm volatile("" : : : "memory");  // the tiles' loads don't say that they read it
       scratch.scales.load(scales, k / g.flush, (end - k + g.flush - 1) / g.flush, N::UNIT);
-      multiply_rows_of_piece(g, part, depth, k, scratch.tiles, scratch.scales, scratch.total, scope);
+#ifndef NO_MULT
+      multiply_rows_of_piece(g, part, depth, k, scratch.tiles, scratch.scales, scratch.results, scratch.total, scope);
+#endif
     }
     finish<bf16>(a, part.first_row, rows, panel, scratch.total);
   }
 }
 
+#include "linear_tiles_one.h"
+
 inline void linear_tiles(const GroupedArgs& g, const Region& region) {
   with_tile_numbers(g.numbers, [&](const auto& numbers) {
     typedef std::decay_t<decltype(numbers)> N;
-    const Int8Plan<bf16> plan(g.linear, region.num_threads, g.linear.m <= 16, N::DEPTH);
+    const Int8Plan<bf16> plan(g.linear, region.num_threads, g.linear.m <= 32, N::DEPTH);
+    if (g.linear.m == 1) {
+      float *total = (float*)region.scratch, *x = total + PANEL;
+      widen_pairs(g.tiles, plan.num_blocks * N::DEPTH, x);
+      for (int64_t task; (task = next_task(region)) < plan.num_tasks;) one_row_task(g, numbers, plan, task, x, total);
+      return;
+    }
     FlushTileScope scope;
     for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
       tiles_task(g, numbers, plan, task, *(TilesScratch*)region.scratch, scope);
   });
 }
 
-inline int64_t linear_tiles_scratch(const GroupedArgs&) { return sizeof(TilesScratch); }
+inline int64_t linear_tiles_scratch(const GroupedArgs& g) {
+  return larger(sizeof(TilesScratch), (PANEL + round_up(g.linear.k, FLUSH_DEPTH)) * (int64_t)sizeof(float));
+}

@@ -80,6 +80,10 @@ struct TileFp8 {
   }
 };
 
+// The halves of a pair as float32.
+INLINE vec low_floats(ivec pair) { return _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)); }
+INLINE vec high_floats(ivec pair) { return _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(0xffff0000))); }
+
 template <typename F>
 INLINE void with_tile_numbers(int numbers, F&& f) {
   switch (numbers) {
