@@ -8,8 +8,8 @@ The text is cut into windows that each start a sequence. Every token but a windo
 how often the likeliest token is the baseline's, `divergence` the mean of |log p - the baseline's log p| of the text's
 own tokens. Variants are as in quantization.py, or "+kv_int8", "+kv_fp8".
 
-The baseline is float32. A variant of a format or of a GGUF file comes with one of the same weights in float32, expanded
-(`--kernels torch`): what the format costs is that one's ratio, and what the kernels cost is `kernel_ratio`, the two's.
+The baseline is float32. A variant of a format or of a GGUF file comes with one of the same weights in float32, a file's
+expanded: what the format costs is that one's ratio, and what the kernels cost is `kernel_ratio`, the two's.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.machine import processor
 from bench.quantized_copies import FORMATS, quantized_copy
 from engine.engine import Engine
-from engine.gguf import packed_directory
+from engine.gguf import convert_gguf, packed_directory
 from engine.request import EngineRequest
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
@@ -183,12 +183,14 @@ def main() -> None:
             results.add(variant, *run(engine_options(options.model, dtype, quantization, "native"), windows), None)
             continue
         with tempfile.TemporaryDirectory() as scratch:
+            copy = Path(scratch) / "copy"
             if quantization in files:
-                model, exact = (packed_directory(files[quantization], dtype=each) for each in (dtype, "float32"))
+                model = packed_directory(files[quantization], dtype=dtype)
+                exact = convert_gguf(files[quantization], copy, dtype="float32")
             else:
-                model = exact = quantized_copy(options.model, Path(scratch) / "copy", quantization)
-            expanded = run(engine_options(exact, "float32", "", "torch"), windows)
-            same = results.add(f"float32+{quantization}, expanded", *expanded, None)
+                model = exact = quantized_copy(options.model, copy, quantization)
+            of_same_weights = run(engine_options(exact, "float32", "", "native"), windows)
+            same = results.add(f"float32+{quantization}", *of_same_weights, None)
             results.add(variant, *run(engine_options(model, dtype, "", "native"), windows), same)
 
 

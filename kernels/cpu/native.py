@@ -94,7 +94,7 @@ class NativeKernels:
     def gated_linear(
         self,
         x: Tensor,
-        weight: NativeWeight,
+        weight: PackedWeight | PackedGroups,
         activation: Literal["silu", "gelu_tanh"],
         *,
         lora: Lora | None = None,

@@ -121,7 +121,7 @@ def test_four_bits_beside_eight_are_the_same_numbers(tmp_path: Path) -> None:
         assert found.kind == kind
         assert torch.equal(found.dequantized(), dense)
     prompt = random_prompt(15, seed=1)
-    runs = [TinyModel(each, kernels=KERNELS[-1], max_tokens=40, num_sequences=1) for each in (path, expanded_path)]
+    runs = [TinyModel(each, kernels=KERNELS[-1], max_tokens=40, num_sequences=5) for each in (path, expanded_path)]
     assert runs[0].greedy(prompt, 12, chunk=6) == runs[1].greedy(prompt, 12, chunk=6)
     if cpu.available():
         digest, bits = weights_digest(path), runs[0].logits(prompt)

@@ -7,7 +7,7 @@
 //   piece of W    256 k of a panel, spread out once for all rows [strip][32 k][16 pairs][16 columns]
 //   x             [16 rows][32 k][row][k in the order of the pairs], the last rows in a tile of 1, 2, 4, 8 or 16
 //
-// A row's chain is the same in all of them.
+// A row's chain is the same in all of them, and in linear_tiles_one.h.
 #pragma once
 
 constexpr int64_t FLUSH_DEPTH = 128, TILE_PIECE = 256, MOST_FLUSHES = TILE_PIECE / 16;
@@ -243,18 +243,14 @@ void tiles_task(const GroupedArgs& g, const N& numbers, const Int8Plan<bf16>& pl
     const char* b = a.weight + panel * plan.num_blocks * BLOCK;
     for (int64_t k = 0; k < depth; k += TILE_PIECE) {
       const int64_t end = smaller(k + TILE_PIECE, depth);
-#ifndef NO_SPREAD
       for (int64_t block = k; block < end; block += N::DEPTH)
         for (int64_t strip = 0; strip < 2; ++strip)
           for (int64_t unit = 0; unit < UNITS; ++unit, b += N::UNIT_BYTES)
             spread_tile(numbers, b, scratch.tiles + strip * STRIP_PIECE_BYTES + ((block - k) / 32 + unit) * TILE_BYTES,
                         std::make_integer_sequence<int, 16>());
-#endif
       asm volatile("" : : : "memory");  // the tiles' loads don't say that they read it
       scratch.scales.load(scales, k / g.flush, (end - k + g.flush - 1) / g.flush, N::UNIT);
-#ifndef NO_MULT
       multiply_rows_of_piece(g, part, depth, k, scratch.tiles, scratch.scales, scratch.results, scratch.total, scope);
-#endif
     }
     finish<bf16>(a, part.first_row, rows, panel, scratch.total);
   }
