@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 PEERS  ?= .peers
 NATIVE_SOURCES := $(shell find kernels/cpu -name '*.py' -prune -o -type f -print)
 
-.PHONY: help demo test nightly soak bench-quick bench-llama check fix lint types contracts protos stubs stub-drift release-protos clean
+.PHONY: help demo test nightly soak bench bench-again bench-quick bench-llama check fix lint types contracts protos stubs stub-drift release-protos clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -69,6 +69,42 @@ $(PEERS)/llama/.ready: bench/peers/setup_llama.sh
 bench-llama: $(VENV)/.dev $(VENV)/.native $(PEERS)/llama/.ready  ## pagewire's engine beside llama.cpp's on the demo GGUF, by turns
 	@rm -f bench/llama.csv
 	$(BIN)/python -m bench.peers.compare_llama --peer $(PEERS)/llama --work $(PEERS) --csv bench/llama.csv
+
+# nixl for its served peer. Its progress thread would spin a core.
+$(PEERS)/vllm/.nixl: $(PEERS)/vllm/.ready
+	$(PEERS)/vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	sed -i 's/agent_config.pthrDelay = 0$$/agent_config.pthrDelay = 5000/' $(PEERS)/vllm/lib/python3*/site-packages/nixl_cu12/_api.py
+	@touch $@
+
+# Every step leaves a mark, so that a run that was cut short goes on; `make bench-again` forgets them.
+DONE := $(PEERS)/done
+bench: $(addprefix $(DONE)/, engine llama shared interference peer peer-interference growth relay startup)  ## all of pagewire's goals on the CPU beside its peers, about an hour
+	$(BIN)/python -m bench.served --report --plot bench/served.png
+
+bench-again:  ## the next `make bench` measures everything
+	rm -rf $(DONE)
+
+$(DONE)/engine: | $(DONE)
+	$(MAKE) bench-quick && touch $@
+
+$(DONE)/llama: | $(DONE)
+	$(MAKE) bench-llama && touch $@
+
+$(DONE)/peer $(DONE)/peer-interference: $(PEERS)/vllm/.nixl
+$(DONE)/shared $(DONE)/interference $(DONE)/peer $(DONE)/peer-interference: | $(DONE)
+	$(BIN)/python -m bench.served $(@F) --peer $(PEERS)/vllm --work $(PEERS) && touch $@
+
+$(DONE)/growth: | $(DONE)
+	$(BIN)/python -m bench.context_growth --work $(PEERS) --csv bench/context_growth.csv --plot bench/context_growth.png && touch $@
+
+$(DONE)/relay: | $(DONE)
+	$(BIN)/python -m bench.router_relay --csv bench/router_relay.csv && touch $@
+
+$(DONE)/startup: | $(DONE)
+	$(BIN)/python -m bench.startup --csv bench/startup.csv && touch $@
+
+$(DONE): $(VENV)/.dev $(VENV)/.native
+	@mkdir -p $@
 
 check: lint types contracts protos stub-drift  ## format, lint, types, import contracts, protos, stubs
 

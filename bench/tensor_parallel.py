@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from bench.machine import describe
 from engine.engine import Engine
 from engine.parallel import meeting
-from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.process_ranks import ProcessRanks, file_store
 from engine.parallel.shared_ranks import SharedRanks, make_memory
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
@@ -117,7 +117,7 @@ def _exchange(
 ) -> list[list[tuple[float, float]]]:
     """(clock, CPU time) of a sum in microseconds, of each round: in shared memory, over gloo."""
     torch.set_num_threads(1)
-    groups = (SharedRanks(fd, rank, size), ProcessRanks(meeting, rank, size))
+    groups = (SharedRanks(fd, rank, size), ProcessRanks(file_store(meeting, size), rank, size))
     x = torch.randn(num_rows, hidden)
     found: list[list[tuple[float, float]]] = [[], []]
     for _ in range(num_rounds):

@@ -7,8 +7,8 @@ A `pull` is all that workers do: Attach, one Pull over gRPC, copies and checksum
 name is its part of it: reading blocks that are known, with generations and checksums. The others copy the same blocks
 into the same pool, and checksum the copies where the name says so. All take turns in every round. On a machine with
 other load compare ratios of one run: `ratio` is the median over the rounds of GB/s against the row's own limit in that
-round (memcpy+xxh3 for shm, tcp+xxh3 for grpc, NIXL's loop for nixl). `CPU s/GB` is of both processes. `one block` is
-the median of copying (pulling) one block.
+round (memcpy+xxh3 for shm, socket+xxh3 for tcp and grpc, NIXL's loop for nixl). `CPU s/GB` is of both processes. `one
+block` is the median of copying (pulling) one block.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from engine.memory import KvMemory
 from engine.transfer.checksum import checksum_at
 from engine.transfer.copies import copy_blocks
 from engine.transfer.frames import BlockFrame
-from engine.transfer.negotiate import boot_id, open_receiver, start_agent
+from engine.transfer.negotiate import Means, boot_id, open_receiver, start_agent
 from engine.transfer.nixl_agent import NixlAgent
 from engine.transfer.nixl_load import is_installed
 from engine.transfer.plane import BlockReceiver, Plane, RemoteBlock, SharedPoolInfo, block_address
@@ -116,7 +116,7 @@ class Plan:
         channel = grpc.aio.insecure_channel(sender.endpoint, options=CHANNEL_OPTIONS)
         client = TransferClient(channel, self.me)
         offer = await client.handshake([plane], boot_id(), os.getpid(), 10)
-        receiver = await self.in_thread(open_receiver, offer.planes, offer.pool, self.size, self.agent)
+        receiver = await self.in_thread(open_receiver, offer.planes, offer.pool, self.size, Means(self.agent))
         return partial(self._pull, sender, client, plane, receiver), receiver
 
     def read(self, receiver: BlockReceiver, digest: int) -> Copy:
@@ -141,7 +141,7 @@ class Plan:
             first, num = event.first_block, len(event.keys)
             if isinstance(event, BlockFrame):
                 ids = range(first, first + num)
-                await self.in_thread(copy_blocks, self.target, ids, memoryview(event.payload), event.checksums)
+                await self.in_thread(copy_blocks, self.target.io, ids, memoryview(event.payload), event.checksums)
             else:
                 assert receiver is not None
                 addresses = [block_address(self.target, first + i) for i in range(num)]
@@ -217,7 +217,9 @@ async def make_rows(plan: Plan, senders: list[Sender]) -> list[Row]:
     source = make_pool(plan.num_blocks, plan.size, seed=1)
     digest = checksum_at(block_address(source, 0), plan.size)
     nixl = (Plane.NIXL,) if plan.agent is not None else ()
-    private = Sender(plan.num_blocks, plan.size, "private", [Plane.SHM_VM, Plane.SHM_RING, *nixl, Plane.GRPC])
+    private = Sender(
+        plan.num_blocks, plan.size, "private", [Plane.SHM_VM, Plane.SHM_RING, *nixl, Plane.TCP, Plane.GRPC]
+    )
     memfd = Sender(plan.num_blocks, plan.size, "memfd", [Plane.SHM_MAP])
     senders += [private, memfd]
     raw = socket.create_connection(("127.0.0.1", private.raw_port))
@@ -233,12 +235,13 @@ async def make_rows(plan: Plan, senders: list[Sender]) -> list[Row]:
     rows = [
         Row("memcpy", plan.memcpy(source, None), "", None),
         Row("memcpy+xxh3", plan.memcpy(source, digest), "memcpy", None),
-        Row("tcp", plan.raw_tcp(raw, None), "memcpy", private),
-        Row("tcp+xxh3", plan.raw_tcp(raw, digest), "memcpy+xxh3", private),
+        Row("socket", plan.raw_tcp(raw, None), "memcpy", private),
+        Row("socket+xxh3", plan.raw_tcp(raw, digest), "memcpy+xxh3", private),
         *await planes(private, Plane.SHM_VM, "memcpy+xxh3"),
         *await planes(memfd, Plane.SHM_MAP, "memcpy+xxh3"),
         *await planes(private, Plane.SHM_RING, "memcpy+xxh3"),
-        *await planes(private, Plane.GRPC, "tcp+xxh3"),
+        *await planes(private, Plane.TCP, "socket+xxh3"),
+        *await planes(private, Plane.GRPC, "socket+xxh3"),
     ]
     if nixl:
         over_tcp = Sender(plan.num_blocks, plan.size, "private", [Plane.NIXL], UCX_TLS="tcp")

@@ -21,6 +21,8 @@ from engine.memory import KvLayout, KvMemory
 from engine.transfer.negotiate import start_agent
 from engine.transfer.plane import Plane
 from engine.transfer.pool_server import PoolServer
+from engine.transfer.tcp_server import TcpServer
+from engine.transfer.tcp_wire import TcpSettings
 from pagewire.worker_view import WorkerDescription, WorkerFingerprint
 from transfer_svc.leases import LeaseTable, PrefillResult
 from transfer_svc.manifest import describe_blocks
@@ -73,7 +75,8 @@ async def main() -> None:
     arguments = parser.parse_args()
     num_blocks, planes = arguments.num_blocks, [Plane[name] for name in arguments.planes]
     memory = make_pool(num_blocks, arguments.block_bytes, arguments.backing, seed=1)
-    pool_server = PoolServer(memory, start_agent(planes, f"bench-{secrets.token_hex(4)}"))
+    tcp = TcpServer(memory, TcpSettings()) if Plane.TCP in planes else None
+    pool_server = PoolServer(memory, start_agent(planes, f"bench-{secrets.token_hex(4)}"), tcp)
     pool_server.start()
     leases = LeaseTable(600.0, 600.0, secrets.token_bytes)
     cache: Any = NoCache()

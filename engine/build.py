@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
-
 from engine.admission import SchedulerConfig
+from engine.device_memory import DeviceProfile, open_device_memory
 from engine.draft.drafter import Drafter
 from engine.draft_costs import DraftCosts
 from engine.kv_cache import KvCache
 from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
 from engine.memory import KV_FORMATS, KvLayout, KvMemory
+from engine.parallel.config import share_of_threads
 from engine.parallel.ranks import Ranks
-from engine.parallel.start import share_of_threads, start_ranks
+from engine.parallel.start import start_ranks
 from engine.permitted_drafts import PermittedDrafts
 from engine.prompt_lookup import NgramProposer
 from engine.recent_texts import RecentTexts
@@ -28,6 +28,7 @@ from engine.sizing import available_memory, size_pool
 from engine.speculation import Speculator
 from engine.suffix_proposer import SuffixProposer
 from engine.tiers.build import build_tiers
+from engine.tiers.disk_format import KV_VERSION
 from engine.tiers.kv_tiers import KvTiers
 from engine.transformers_config import ServedConfig
 from kvstore.block_pool import BlockPool
@@ -84,8 +85,11 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     from engine.runner import ModelRunner, set_cpu_threads
 
     quantization = None if options.quantization == "none" else options.quantization
-    threads = set_cpu_threads(share_of_threads(options))
+    num_here = 1 if ranks is None else ranks.machines.num_here
+    threads = set_cpu_threads(share_of_threads(options, num_here))
     kernels = load_kernel_set(options.kernels, threads, quantization, options.device)
+    device_memory = open_device_memory(kernels.device)
+    profile = None if device_memory is None else DeviceProfile(device_memory)
     served = load_served_model(options, kernels, progress)
     config, slots = served.config, served.slots
     kv_format = KV_FORMATS[options.kv_cache_dtype]
@@ -96,6 +100,12 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     draft = load_draft(speculative, options, served, threads) if speculative is not None and has_draft else None
     if ranks is not None:
         ranks.wait_loaded(served.digest)  # else the pool would get the memory that their weights are about to take
+    budget = None
+    if profile is not None and options.kv_cache_memory_bytes is None:
+        from engine.device_budget import measure_budget  # it imports triton
+
+        budget = measure_budget(profile, options, served, layout, groups)
+    free = max(0, available_memory() - _slot_bytes(slots, num_here))
     size = size_pool(
         block_bytes=layout.block_bytes,
         draft_block_bytes=0 if draft is None else draft.layout.block_bytes,
@@ -105,7 +115,8 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         max_model_len=options.max_model_len,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kv_cache_memory_share=options.kv_cache_memory_share,
-        available_bytes=max(0, _free_bytes(kernels.device) - _slot_bytes(slots, options)),
+        available_bytes=free if ranks is None else ranks.machines.pool_bytes(free, layout, ranks.loaded),
+        budget=budget,
         groups=groups,
     )
     root = root_key(
@@ -116,9 +127,11 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         quantization=quantization_name(options, config),
         block_size=options.block_size,
         group_layout=groups.layout,
+        kv_version=KV_VERSION,
     )
-    backing = options.kv_pool_backing if ranks is None else "memfd"  # which the other ranks map
-    memory = KvMemory(layout, size.num_blocks, backing, kernels.device, groups)
+    backing = options.kv_pool_backing if num_here == 1 else "memfd"  # which the other ranks map
+    staged = kernels.NAME == "triton"  # in the interpreter too: the host then has the pool as a device would
+    memory = KvMemory(layout, size.num_blocks, backing, kernels.device, groups, staged=staged)
     pool = BlockPool(
         size.num_blocks,
         enable_caching=options.enable_prefix_caching,
@@ -224,16 +237,9 @@ def _make_sampler(kernels: str, vocab_size: int, contenders: Contenders | None) 
     return Sampler(vocab_size, contenders)
 
 
-def _slot_bytes(slots: AdapterSlots | None, options: EngineOptions) -> int:
-    """Of all ranks: rank 0's part of a layer is no smaller than another's."""
-    return 0 if slots is None else slots.num_layer_bytes * options.tensor_parallel_size
-
-
-def _free_bytes(device: torch.device) -> int:
-    """What the pool and the steps' activations may still take there."""
-    if device.type == "cpu":
-        return available_memory()
-    return torch.cuda.mem_get_info(device)[0]
+def _slot_bytes(slots: AdapterSlots | None, num_ranks: int) -> int:
+    """Of the ranks on this machine: rank 0's part of a layer is no smaller than another's."""
+    return 0 if slots is None else slots.num_layer_bytes * num_ranks
 
 
 def scheduler_config(options: EngineOptions, config: ServedConfig, max_model_len: int) -> SchedulerConfig:

@@ -143,6 +143,8 @@ class Engine:
                 sampled = [] if self._schedule.is_empty else self._runner.execute(self._schedule)
             except AdapterLoadFailed as error:
                 failed += self._without_adapter(self._schedule, error)
+            finally:
+                self.memory.step_launched()
         if self._costs is not None and sampled and only_decodes:
             num_rows = sum(item.num_new_tokens for item in self._schedule.items)
             self._costs.observe_step(num_rows, time.perf_counter() - began)

@@ -117,12 +117,15 @@ def _native(threads: int, quantization: Quantization | None) -> ModelKernels:
 
 
 def _triton(device: torch.device, quantization: Quantization | None) -> ModelKernels:
+    from kernels.triton import interpreter
     from kernels.triton.device import why_unavailable
 
     if reason := why_unavailable(device):
         raise ModelError(f"kernels = triton on device = {device}: {reason}")
     if quantization is not None:
         raise ModelError(f"quantization = {quantization}: the triton kernels have none")
+    if device.type == "cpu":
+        interpreter.enable()
     from kernels.triton.kernel_set import TritonKernels
 
     return TritonKernels(device)

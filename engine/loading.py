@@ -6,6 +6,7 @@ from engine.kernel_set import ModelKernels
 from engine.lora.build import build_adapters, build_slots
 from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
+from engine.memory import KV_FORMATS
 from engine.model_config import ModelConfig, ModelError
 from engine.models.decoder import Decoder, Model
 from engine.models.registry import load_model
@@ -75,7 +76,7 @@ def _check_triton(options: EngineOptions, config: ModelConfig | TransformersConf
     speculative = None if options.speculative_config is None else SpeculativeConfig.parse(options.speculative_config)
     refused = {
         "enable_lora": options.enable_lora,
-        f"kv_cache_dtype = {options.kv_cache_dtype}": options.kv_cache_dtype != "auto",
+        f"kv_cache_dtype = {options.kv_cache_dtype}": KV_FORMATS[options.kv_cache_dtype] == "int8",
         "model_impl = transformers": isinstance(config, TransformersConfig),
         "latent attention": config.is_latent,
         "speculative_config.model": speculative is not None and speculative.model is not None,

@@ -11,12 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
 from engine.engine import Engine
 from engine.errors import EngineDied, EngineError, EngineStopped, RequestRefused
 from engine.request import EngineRequest, RequestFailed, StepOutput
+from engine.turns import turns_of_environment
 from pagewire.trace import log_fields, new_error_id
 
 T = TypeVar("T")
@@ -39,6 +41,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, deliver: Callable[[StepOutput], None]) -> None:
         self._engine = engine
         self._deliver_to = deliver
+        self._turns = turns_of_environment()
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._queued_ids: set[str] = set()
@@ -109,6 +112,9 @@ class EngineLoop:
             if self._thread.is_alive():
                 self._engine.give_up_step()
                 self._thread.join()
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
 
     def _go_on(self) -> None:
         """A load has ended, on another thread: whoever waits for it is tried again at once."""
@@ -185,6 +191,13 @@ class EngineLoop:
             self._commands.popleft()()
 
     def _step(self) -> None:
+        with nullcontext() if self._turns is None else self._turns.one():
+            output, seconds = self._timed_step()
+        if self._engine.tiers is not None:
+            self._engine.tiers.observe_prefill(output.num_prefill_tokens, seconds)
+        self._deliver(replace(output, seconds=seconds, ended_at=time.time()))
+
+    def _timed_step(self) -> tuple[StepOutput, float]:
         started_at = time.perf_counter()
         try:
             output = self._engine.step()
@@ -194,10 +207,7 @@ class EngineLoop:
             error_id = new_error_id()
             logger.exception("a step failed; its requests are given up", extra={"error_id": error_id})
             output = _named(self._engine.fail_step(f"{type(error).__name__}: {error}"), error_id)
-        seconds = time.perf_counter() - started_at
-        if self._engine.tiers is not None:
-            self._engine.tiers.observe_prefill(output.num_prefill_tokens, seconds)
-        self._deliver(replace(output, seconds=seconds, ended_at=time.time()))
+        return output, time.perf_counter() - started_at
 
     def _deliver(self, output: StepOutput) -> None:
         try:

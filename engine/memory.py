@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.transfer.block_io import BlockIo, HostBlocks, StagedIo
 from kernels.kv_cells import Cells, KvFormat, QuantizedCells, cell_bytes
 from kvstore.kv_groups import KvGroups
 
@@ -108,7 +109,8 @@ class KvMemory:
 
     `layer_groups` has the KV group of each of the model's layers.
 
-    On another device than the CPU only `blocks` are there: `buffer`, which planes and tiers read, is empty.
+    `io` is how the host's threads read and write blocks. Of a pool in device memory (`staged`) the host sees nothing
+    else: `buffer` has no rows. `staged` is what another device than the CPU needs, and what tests do with the CPU's.
 
     "private" is anonymous memory in huge pages where the system gives them; "memfd" is shared memory, which often can't
     have huge pages (attention reads it 1.08-1.23 times slower, DESIGN §6).
@@ -121,22 +123,27 @@ class KvMemory:
         backing: Backing = "private",
         device: torch.device = _CPU,
         groups: KvGroups | None = None,
+        *,
+        staged: bool | None = None,
     ) -> None:
         """`groups`: those of the model's layers; None: one with the layout's layers."""
+        staged = device.type != "cpu" if staged is None else staged
         self.layout = layout
         self.num_blocks = num_blocks
         self.backing = backing
-        num_host_blocks = num_blocks if device.type == "cpu" else 0
+        num_host_blocks = 0 if staged else num_blocks
         self._pool = _Region("pagewire-kv", num_host_blocks * layout.block_bytes, backing)
         self._stamps = _Region("pagewire-generations", num_blocks * 8, backing)
         self.buffer: NDArray[np.uint8] = self._pool.array.reshape(num_host_blocks, layout.block_bytes)
         self.generations: NDArray[np.uint64] = self._stamps.array.view(np.uint64)
-        if device.type == "cpu":
-            flat = torch.from_numpy(self.buffer).view(layout.stored_dtype)
-        else:
+        if staged:
             size = layout.block_bytes // layout.stored_dtype.itemsize
             flat = torch.zeros(num_blocks, size, dtype=layout.stored_dtype, device=device)
+        else:
+            flat = torch.from_numpy(self.buffer).view(layout.stored_dtype)
         self.blocks: Tensor = flat.view(num_blocks, *layout.block_shape)
+        self._staging = _stage(self.blocks) if staged else None
+        self.io: BlockIo = HostBlocks(self.buffer) if self._staging is None else self._staging
         self.groups = groups
         # Made once: a pair of views costs 10 us, in each layer of each step.
         self._layers, self.layer_groups = layer_views(self.blocks, layout, groups)
@@ -165,14 +172,34 @@ class KvMemory:
         """Copy all cells of block `src` over block `dst`."""
         self.blocks[dst].copy_(self.blocks[src])
 
+    def step_launched(self) -> None:
+        """On the device thread, after a step's kernels were launched: copies of blocks wait for them."""
+        if self._staging is not None:
+            self._staging.step_launched()
+
+    @property
+    def num_busy_lanes(self) -> int:
+        """Lanes of staging that somebody has; none when no transfer and no tier is at work."""
+        return 0 if self._staging is None else self._staging.num_busy
+
     def close(self) -> None:
         """Give the memory back; views handed out earlier keep it mapped until they go."""
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
         self.buffer = np.empty((0, self.layout.block_bytes), dtype=np.uint8)
+        self.io = HostBlocks(self.buffer)
         self.generations = np.empty(0, dtype=np.uint64)
         self.blocks = torch.empty(0)
         self._layers = ()
         self._pool.close()
         self._stamps.close()
+
+
+def _stage(blocks: Tensor) -> StagedIo:
+    from engine.device_staging import Staging  # it imports triton
+
+    return Staging(blocks)
 
 
 def layer_views(

@@ -18,6 +18,14 @@ class PoolSize:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolBudget:
+    """Bytes that the pool may take, and who says so."""
+
+    num_bytes: int
+    source: str
+
+
 def size_pool(
     *,
     block_bytes: int,
@@ -29,9 +37,11 @@ def size_pool(
     kv_cache_memory_bytes: int | None,
     kv_cache_memory_share: float,
     available_bytes: int,
+    budget: PoolBudget | None = None,
     groups: KvGroups | None = None,
 ) -> PoolSize:
-    """Sizes the pool by `kv_cache_memory_bytes`, else by its share of `available_bytes`, and logs the outcome.
+    """Sizes the pool by `kv_cache_memory_bytes`, else by the device's `budget`, else by its share of `available_bytes`,
+    and logs the outcome.
 
     A share is capped to what `max_num_seqs` sequences of full length can use. The pool holds at least one sequence of
     `max_model_len`, or that limit is lowered. A block takes `draft_block_bytes` more in a draft model's memory.
@@ -44,13 +54,15 @@ def size_pool(
     if max_model_len is not None and max_model_len > max_position:
         raise EngineError(f"max_model_len = {max_model_len}: the model has {max_position} positions")
     longest = max_position if max_model_len is None else max_model_len
-    if kv_cache_memory_bytes is None:
-        budget = int(available_bytes * kv_cache_memory_share)
-        source = f"{kv_cache_memory_share:.0%} of the {_mib(available_bytes)} that are free"
-        num_blocks = min(budget // block_bytes, max_num_seqs * groups.num_pool_blocks(longest))
-    else:
+    if kv_cache_memory_bytes is not None:
         source = f"kv_cache_memory_bytes = {kv_cache_memory_bytes}"
         num_blocks = kv_cache_memory_bytes // block_bytes
+    elif budget is not None:  # not capped: nobody else wants a GPU's memory
+        source, num_blocks = budget.source, budget.num_bytes // block_bytes
+    else:
+        source = f"{kv_cache_memory_share:.0%} of the {_mib(available_bytes)} that are free"
+        share = int(available_bytes * kv_cache_memory_share)
+        num_blocks = min(share // block_bytes, max_num_seqs * groups.num_pool_blocks(longest))
     fits = groups.longest_sequence(num_blocks, longest)
     if fits < min(2, longest) or num_blocks * block_size < 2:
         raise EngineError(

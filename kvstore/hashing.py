@@ -1,7 +1,7 @@
 """Block keys: what a KV block holds, as 32 bytes that every process and language computes alike (DESIGN §5).
 
     root  = sha256( 01 "pw-root-1" · 02 weights digest · 03 config · 04 compute dtype · 05 kv dtype
-                    · 06 quantization · 07 block size (u32) · 08 group layout )
+                    · 06 quantization · 07 block size (u32) · 08 group layout · 09 KV version (u32) )
     key_0 = sha256( 01 "pw-blk-1" · 10 root · 11 cache salt · 12 adapter key · 14 tokens of block 0 )
     key_i = sha256( 01 "pw-blk-1" · 10 key_{i-1} · 14 tokens of block i )
     adapter key = sha256( 01 "pw-lora-1" · 20 content digest · 21 load generation (u64) ), or empty for the base model
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 _DOMAIN = 0x01
-_WEIGHTS, _CONFIG, _COMPUTE_DTYPE, _KV_DTYPE, _QUANTIZATION, _BLOCK_SIZE, _GROUP_LAYOUT = range(0x02, 0x09)
+_WEIGHTS, _CONFIG, _COMPUTE_DTYPE, _KV_DTYPE, _QUANTIZATION, _BLOCK_SIZE, _GROUP_LAYOUT, _KV_VERSION = range(0x02, 0x0A)
 _PARENT, _CACHE_SALT, _ADAPTER = 0x10, 0x11, 0x12
 _TOKENS = 0x14
 _ADAPTER_CONTENT, _ADAPTER_GENERATION = 0x20, 0x21
@@ -48,8 +48,12 @@ def root_key(
     quantization: str,
     block_size: int,
     group_layout: str,
+    kv_version: int,
 ) -> bytes:
-    """The 32-byte root: two workers have equal roots if and only if their KV values may be exchanged."""
+    """The 32-byte root: two workers have equal roots if and only if their KV values may be exchanged.
+
+    `kv_version` is that of the code which computes them: of two releases side by side in a rolling upgrade too.
+    """
     digest = hashlib.sha256(_field(_DOMAIN, b"pw-root-1"))
     digest.update(_field(_WEIGHTS, weights_digest))
     digest.update(_field(_CONFIG, canonical_json(kv_config)))
@@ -58,6 +62,7 @@ def root_key(
     digest.update(_field(_QUANTIZATION, quantization.encode()))
     digest.update(_field(_BLOCK_SIZE, struct.pack("<I", block_size)))
     digest.update(_field(_GROUP_LAYOUT, group_layout.encode()))
+    digest.update(_field(_KV_VERSION, struct.pack("<I", kv_version)))
     return digest.digest()
 
 

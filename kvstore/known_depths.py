@@ -72,6 +72,30 @@ class KnownChain:
         return groups, ranges
 
 
+@dataclass(frozen=True, slots=True)
+class _Learned:
+    """What a lookup has found: made into a `KnownChain` by the next one of that chain, if there is any."""
+
+    known: KnownChain | None
+    groups: Groups
+    num_certain: int
+    num_keys: int
+
+    def chain(self) -> KnownChain:
+        known, groups = self.known, self.groups
+        if known is not None and len(known.indices) <= 2 * len(groups) + _MAX_STALE:
+            indices, new = {*known.indices}, groups[self.num_certain :]
+        else:
+            indices, new = set[int](), groups
+        for depth, _ in new:
+            if depth:
+                indices.add(depth - 1)
+            if depth < self.num_keys:
+                indices.add(depth)
+        ordered = sorted(indices)
+        return KnownChain(ordered, itemgetter(*ordered))
+
+
 @dataclass(slots=True)
 class KnownDepths:
     """The chains whose holders differed most recently, by their first key.
@@ -80,27 +104,21 @@ class KnownDepths:
     the depths.
     """
 
-    _chains: dict[bytes, KnownChain] = field(default_factory=dict)
+    _chains: dict[bytes, KnownChain | _Learned] = field(default_factory=dict)
 
     def find(self, keys: Sequence[bytes]) -> KnownChain | None:
-        return self._chains.get(keys[0])
+        known = self._chains.get(keys[0])
+        if isinstance(known, _Learned):
+            known = self._chains[keys[0]] = known.chain()
+        return known
 
     def learn(self, keys: Sequence[bytes], groups: Groups, num_certain: int) -> None:
-        """Notes where the groups ended. The first `num_certain` of them were where they were known to be."""
+        """Notes where the groups ended. The first `num_certain` of them were where `find` has said just now."""
         known = self._chains.pop(keys[0], None)
         if len(groups) < _MIN_GROUPS:
             return
-        if known is not None and len(known.indices) <= 2 * len(groups) + _MAX_STALE:
-            indices, new = {*known.indices}, groups[num_certain:]
-        else:
-            indices, new = set[int](), groups
-        num_keys = len(keys)
-        for depth, _ in new:
-            if depth:
-                indices.add(depth - 1)
-            if depth < num_keys:
-                indices.add(depth)
-        ordered = sorted(indices)
-        self._chains[keys[0]] = KnownChain(ordered, itemgetter(*ordered))
+        self._chains[keys[0]] = _Learned(
+            known if isinstance(known, KnownChain) else None, groups, num_certain, len(keys)
+        )
         if len(self._chains) > _MAX_CHAINS:
             del self._chains[next(iter(self._chains))]

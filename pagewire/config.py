@@ -35,7 +35,7 @@ __all__ = [
 
 ENV_PREFIX = "PAGEWIRE_"
 # What says something of the machine and is no option; `up` passes it on to its children.
-MACHINE_VARIABLES = frozenset({"PAGEWIRE_CACHE", "PAGEWIRE_CPU_ISA"})
+MACHINE_VARIABLES = frozenset({"PAGEWIRE_CACHE", "PAGEWIRE_CPU_ISA", "PAGEWIRE_CPU_TURNS"})
 
 
 class ConfigError(ValueError):

@@ -49,9 +49,7 @@ class EngineOptions(Frozen):
         "that knows the architecture.",
         panel=_MODEL,
     )
-    device: Literal["cpu", "cuda"] = option(
-        "cpu", "Where the model runs; cuda is for LLM and run-batch so far, and needs the extra gpu.", panel=_ENGINE
-    )
+    device: Literal["cpu", "cuda"] = option("cpu", "Where the model runs; cuda needs the extra gpu.", panel=_ENGINE)
     kernels: Literal["auto", "native", "torch", "reference", "triton"] = option(
         "auto",
         "Kernel set; auto is native where it runs, triton on cuda. Reference accumulates in float64, slow but exact.",
@@ -79,7 +77,7 @@ class EngineOptions(Frozen):
         "Size of the KV pool; 512MiB and 2G work too.",
         panel=_ENGINE,
         metavar="BYTES",
-        shown_default="kv-cache-memory-share",
+        shown_default="kv-cache-memory-share; on cuda gpu-memory-utilization",
     )
     kv_cache_memory_share: float = option(
         0.4,
@@ -87,6 +85,15 @@ class EngineOptions(Frozen):
         "can use; `up` divides it among its workers.",
         panel=_ENGINE,
         metavar="SHARE",
+        gt=0,
+        le=1,
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "On cuda: part of the GPU's memory for weights, activations and KV pool together. The pool gets what a "
+        "profiling step leaves; `up` divides the part among its workers.",
+        panel=_ENGINE,
+        metavar="PART",
         gt=0,
         le=1,
     )
@@ -155,7 +162,9 @@ class EngineOptions(Frozen):
         1, "Stages of layers; more than one is not supported yet.", panel=_ENGINE, metavar="N", ge=1
     )
     distributed_executor_backend: Literal["mp", "ray"] = option(
-        "mp", "What starts the other processes: this one, or a Ray cluster (extra ray), on this machine.", panel=_ENGINE
+        "mp",
+        "What starts the other processes: this one, or a Ray cluster (extra ray), on one machine or several.",
+        panel=_ENGINE,
     )
     cpu_threads: int = option(0, "Threads of the kernels; 0 takes all CPUs.", panel=_ENGINE, metavar="N", ge=0, le=1024)
     kv_pool_backing: Literal["private", "memfd"] = option(
@@ -188,6 +197,11 @@ class EngineOptions(Frozen):
         shown_default="none may be loaded at run time",
     )
 
+    @property
+    def has_device_pool(self) -> bool:
+        """The host can't see the KV pool's memory; in Triton's interpreter it behaves so."""
+        return self.device != "cpu" or self.kernels == "triton"
+
     @model_validator(mode="after")
     def _check_parallel(self) -> Self:
         if self.pipeline_parallel_size > 1:
@@ -196,8 +210,9 @@ class EngineOptions(Frozen):
                 "tensor_parallel_size is"
             )
         size = self.tensor_parallel_size
-        if size > 1 and self.device != "cpu":
-            raise ValueError(f"tensor_parallel_size = {size} on device = {self.device} is not supported yet")
+        if size > 1 and self.has_device_pool:
+            where = "kernels = triton" if self.device == "cpu" else f"device = {self.device}"
+            raise ValueError(f"tensor_parallel_size = {size} on {where} is not supported yet")
         return self
 
     @model_validator(mode="after")
@@ -215,6 +230,4 @@ class EngineOptions(Frozen):
         for name in ("kv_offloading_size", "kv_disk_path", "kv_store_url"):
             if getattr(self, name) is not None and not self.enable_prefix_caching:
                 raise ValueError(f"{name} needs enable_prefix_caching: a tier holds cached blocks")
-            if getattr(self, name) is not None and self.device != "cpu":
-                raise ValueError(f"{name}: tiers of a pool on device = {self.device} are not supported yet")
         return self

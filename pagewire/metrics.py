@@ -3,14 +3,20 @@
 A process makes one CollectorRegistry, one RpcMetrics and one RouterMetrics or WorkerMetrics on it.
 """
 
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, start_http_server
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from pagewire.ports import BindError
 
@@ -60,6 +66,38 @@ class RpcMetrics:
         self._seconds.labels(method).observe(seconds)
 
 
+class TokenMetrics(Collector):
+    """Output tokens and the gaps between them: plain numbers, made into metrics when somebody asks.
+
+    A Counter and a Histogram take locks, for every token of every stream. Here one thread counts, and any may read.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._model_name = model_name
+        self._num_tokens = 0
+        self._num_gaps = [0] * (len(_LATENCY_BUCKETS) + 1)  # by bucket
+        self._seconds = 0.0
+        registry.register(self)
+
+    def add(self, num_tokens: int, gap_seconds: float | None) -> None:
+        """Tokens go to the client; the gap before each of them, None for a choice's first."""
+        self._num_tokens += num_tokens
+        if gap_seconds is not None:
+            self._num_gaps[bisect_left(_LATENCY_BUCKETS, gap_seconds)] += num_tokens
+            self._seconds += num_tokens * gap_seconds
+
+    def collect(self) -> Iterator[Metric]:
+        labels = (self._model_name,)
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens sent to clients.", labels=_LABELS)
+        tokens.add_metric(labels, self._num_tokens)
+        yield tokens
+        name, text = "vllm:inter_token_latency_seconds", "Between tokens of a choice."
+        gaps = HistogramMetricFamily(name, text, labels=_LABELS)
+        bounds = map(floatToGoString, (*_LATENCY_BUCKETS, math.inf))
+        gaps.add_metric(labels, list(zip(bounds, accumulate(self._num_gaps), strict=True)), self._seconds)
+        yield gaps
+
+
 class RouterMetrics:
     """What a router sees of requests: latencies in seconds, tokens, outcomes, and how its workers failed it."""
 
@@ -68,9 +106,8 @@ class RouterMetrics:
         counter, gauge, histogram = make.counter, make.gauge, make.histogram
         self.num_requests_running = gauge("vllm:num_requests_running", "Requests in flight.")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of accepted requests.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens sent to clients.")
+        self.tokens = TokenMetrics(registry, model_name)
         self.time_to_first_token = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
-        self.inter_token_latency = histogram("vllm:inter_token_latency_seconds", "Between tokens of a choice.")
         self.e2e_request_latency = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.")
         self.request_queue_time = histogram("vllm:request_queue_time_seconds", "Arrival to acceptance by a worker.")
         self.prefix_cache_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the index.")

@@ -106,10 +106,13 @@ class WorkerConfig(ProcessConfig):
     worker_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")] | None = option(
         None, "Name of this worker, unique in the cluster.", panel=_NETWORK, metavar="NAME", shown_default="random"
     )
-    kv_transfer: Literal["auto", "shm", "grpc", "nixl", "shm_vm", "shm_map", "shm_ring"] = option(
+    kv_transfer: Literal["auto", "shm", "tcp", "grpc", "nixl", "shm_vm", "shm_map", "shm_ring"] = option(
         "auto",
-        "How KV blocks travel; auto takes the fastest of shm and grpc that works, nixl falls back to grpc.",
+        "How KV blocks travel; auto takes the first of shm, tcp and grpc that works, nixl falls back to tcp and grpc.",
         panel=_TRANSFER,
+    )
+    kv_transfer_port: Port = option(
+        0, "Port of the transfer plane tcp; 0 lets the kernel choose.", panel=_TRANSFER, metavar="PORT"
     )
     kv_lease_seconds: Seconds = option(
         30.0, "How long a finished prefill's blocks wait for the next heartbeat.", panel=_TRANSFER, metavar="SECONDS"
@@ -137,10 +140,11 @@ class WorkerConfig(ProcessConfig):
                 f"kv_max_hold_seconds = {self.kv_max_hold_seconds:g} must be at least "
                 f"kv_lease_seconds = {self.kv_lease_seconds:g}"
             )
-        if self.engine.device != "cpu":
+        if self.engine.has_device_pool and self.kv_transfer in ("nixl", "shm_vm", "shm_map"):
             raise ValueError(
-                f"device = {self.engine.device}: a worker can't transfer KV out of device memory yet; "
-                "LLM and run-batch can run there"
+                f"kv_transfer = {self.kv_transfer}: peers can't read a pool in device memory "
+                f"(device = {self.engine.device}, kernels = {self.engine.kernels}); "
+                "auto, shm, shm_ring, tcp and grpc work"
             )
         if self.role == "prefill" and self.kv_transfer == "shm_map" and self.engine.kv_pool_backing != "memfd":
             raise ValueError("kv_transfer = shm_map needs kv_pool_backing = memfd, a pool that others can map")

@@ -49,7 +49,7 @@ class TlsFiles:
         return tls
 
     def server_context(self) -> ssl.SSLContext:
-        """For HTTP; raises ConfigError."""
+        """For sockets that listen; raises ConfigError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         assert self.certificate is not None
         try:
@@ -65,9 +65,24 @@ class TlsFiles:
         """None if there is nothing to watch."""
         return Watched("TLS certificates", paths, self.read) if (paths := self._paths()) else None
 
-    def watch_context(self) -> ssl.SSLContext:
-        """A context for HTTP whose handshakes use the newest certificates; the running ones keep theirs."""
-        newest = Watched("TLS certificates of the HTTP API", self._paths(), self.server_context)
+    def client_context(self) -> ssl.SSLContext:
+        """For sockets that dial, verifying as gRPC's channels do: by the authority, else by the system's. Raises
+        ConfigError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.certificate is not None:
+                context.load_cert_chain(self.certificate, self.private_key)
+            if self.authority is not None:
+                context.load_verify_locations(self.authority)
+            else:
+                context.load_default_certs()
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"tls_cert, tls_key, tls_ca: {error}") from None
+        return context
+
+    def watch_context(self, what: str) -> ssl.SSLContext:
+        """A context whose handshakes use the newest certificates; the running ones keep theirs. `what`: for the log."""
+        newest = Watched(f"TLS certificates of {what}", self._paths(), self.server_context)
         context = self.server_context()
 
         def choose(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:

@@ -60,6 +60,10 @@ class AdapterKeeper:
         for process, views in self._memory.observe(told).items():
             if process not in self._tasks:
                 self._tasks[process] = asyncio.create_task(self._give(process, views), name=f"adapters {process[0]}")
+        for process, labels in self._memory.unwanted().items():
+            if process not in self._tasks:
+                task = asyncio.create_task(self._withdraw(process, labels), name=f"adapters {process[0]}")
+                self._tasks[process] = task
 
     async def close(self) -> None:
         self._is_closed = True
@@ -79,6 +83,18 @@ class AdapterKeeper:
                 if self._memory.is_over(view.label):  # unloaded or taken back meanwhile, where it was already
                     is_over = await self._take_back(worker.channel, process, view.label)
                 if not is_over:
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    return
+        finally:
+            del self._tasks[process]
+
+    async def _withdraw(self, process: Process, labels: Sequence[AdapterLabel]) -> None:
+        try:
+            for label in labels:
+                worker = self._fleet.find(*process)
+                if worker is None or not worker.alive:
+                    return
+                if not await self._take_back(worker.channel, process, label):
                     await asyncio.sleep(_RETRY_SECONDS)
                     return
         finally:
@@ -116,7 +132,9 @@ class AdapterKeeper:
         try:
             await admin_pb2_grpc.AdminServiceStub(channel).UnloadAdapter(message, timeout=ACTION_SECONDS)
         except grpc.RpcError as error:
-            reason = from_rpc_error(error).message
-            logger.warning("adapter %r was not taken back from worker %s: %s", label.name, process[0], reason)
-            return False
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                reason = from_rpc_error(error).message
+                logger.warning("adapter %r was not taken back from worker %s: %s", label.name, process[0], reason)
+                return False
+        self._memory.withdraw(process, label)
         return True

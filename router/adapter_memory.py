@@ -36,6 +36,7 @@ class AdapterMemory:
         self._settled: set[tuple[Process, AdapterLabel]] = set()
         self._given: set[tuple[Process, AdapterLabel]] = set()
         """Also what is still under way: that the process tells of it then is no news."""
+        self._withdrawn: set[tuple[Process, AdapterLabel]] = set()
         self.labels: Mapping[str, AdapterLabel] = {}
         """By name."""
 
@@ -71,6 +72,21 @@ class AdapterMemory:
         """It was given the load, or can't take it: not to be tried again."""
         self._settled.add((process, label))
 
+    def unwanted(self) -> dict[Process, list[AdapterLabel]]:
+        """What each process was given and still tells of, although the load was taken back everywhere else.
+
+        It has joined while the load was failing: who made it did not know of the process.
+        """
+        found: dict[Process, list[AdapterLabel]] = {}
+        for process, label in self._given - self._withdrawn:
+            if label in self._gone and label in self._had.get(process, ()):
+                found.setdefault(process, []).append(label)
+        return found
+
+    def withdraw(self, process: Process, label: AdapterLabel) -> None:
+        """It was taken back from the process, which may yet tell of it."""
+        self._withdrawn.add((process, label))
+
     def forget(self, name: str) -> bool:
         """The name is unloaded; False if nothing was known of it."""
         view = self._wanted.pop(name, None)
@@ -97,6 +113,7 @@ class AdapterMemory:
                 self._bury(label)
                 self._given.discard((process, label))  # if it has it once more, that is somebody's doing
                 self._settled.discard((process, label))
+                self._withdrawn.discard((process, label))
             if had is not None:  # somebody has loaded it now, and not again only
                 for label in now.keys() - had:
                     if (process, label) not in self._given:
@@ -124,6 +141,7 @@ class AdapterMemory:
         self._had = {process: had for process, had in self._had.items() if process in kept}
         self._settled = {each for each in self._settled if each[0] in kept}
         self._given = {each for each in self._given if each[0] in kept}
+        self._withdrawn = {each for each in self._withdrawn if each[0] in kept}
 
     def _list(self) -> None:
         self.labels = {name: view.label for name, view in self._wanted.items()}

@@ -1,6 +1,6 @@
 """What the router assumes of its own last decisions until workers report them: blocks soon cached, work soon queued."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +18,6 @@ class AssumedLoad:
 
     num_tokens: int = 0
     num_sequences: int = 0
-
-
-_NO_LOAD = AssumedLoad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +61,13 @@ class Assumptions:
 
     def loads(self, now: float) -> dict[str, AssumedLoad]:
         """What was sent to each worker within the last 250 ms; workers that were sent nothing are not in it."""
-        found: dict[str, AssumedLoad] = {}
+        num_tokens, num_sequences = Counter[str](), Counter[str]()
         for each in reversed(self._routed):
             if each.at <= now - LOAD_SECONDS:
                 break
-            before = found.get(each.worker_id, _NO_LOAD)
-            found[each.worker_id] = AssumedLoad(
-                before.num_tokens + each.num_tokens, before.num_sequences + each.num_sequences
-            )
-        return found
+            num_tokens[each.worker_id] += each.num_tokens
+            num_sequences[each.worker_id] += each.num_sequences
+        return {each: AssumedLoad(num_tokens[each], num_sequences[each]) for each in num_tokens}
 
     def forget_worker(self, worker_id: str) -> None:
         """The process is gone, and with it what it was sent."""

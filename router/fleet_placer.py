@@ -120,7 +120,7 @@ class FleetPlacer:
         self._note(planned.decode, case, now, computes=decode_computes)
         fingerprint = planned.decode.candidate.description.fingerprint
         sources = self._prefix_sources(demand, case, fingerprint, avoid)
-        placement = replace(_placement(planned, case), prefix_sources=sources)
+        placement = _placement(planned, case, sources)
         _log(demand, planned, placement, self._policy)
         return placement
 
@@ -330,7 +330,7 @@ def _with(load: LoadSnapshot, assumed: AssumedLoad | None) -> LoadSnapshot:
     )
 
 
-def _placement(planned: Plan, case: _Case) -> Placement:
+def _placement(planned: Plan, case: _Case, sources: tuple[PrefixSource, ...]) -> Placement:
     prefills = planned.prefill or planned.decode
     num_tokens = case.size.num_prompt_tokens
 
@@ -348,6 +348,7 @@ def _placement(planned: Plan, case: _Case) -> Placement:
         num_best_tokens=max(
             hit_tokens(case.indexed.get(each.worker_id, 0), each) for each in case.candidates if each.alive
         ),
+        prefix_sources=sources,
     )
 
 

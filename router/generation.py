@@ -25,7 +25,7 @@ class Generation:
         self._num_unfinished = len(self.choices)
         self._on_finished: Callable[[], None] = lambda: None
         self._outbox: dict[int, Piece] = {}
-        self._wake = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # it waits
         self._closed = False
 
     def contradicts(self, token: Token) -> bool:
@@ -53,7 +53,7 @@ class Generation:
             self._num_unfinished -= 1
             if not self._num_unfinished:
                 self._on_finished()
-        self._wake.set()
+        self._wake()
 
     def accept_prompt_logprobs(self, start: int, entries: Sequence[Logprobs]) -> None:
         """Of the prompt's tokens from `start` (at least 1) on; those that are known stay."""
@@ -61,13 +61,12 @@ class Generation:
         if 1 <= start <= num_known + 1:
             room = self._num_prompt_logprobs - num_known
             self._prompt_logprobs += entries[num_known + 1 - start :][:room]
-            self._wake.set()
+            self._wake()
 
     async def take_prompt_logprobs(self, prompt_token_ids: Sequence[int]) -> list[PromptLogprobs]:
         """Waits for all that are wanted, in messages of a bounded size; fewer, if the request has ended before."""
         while len(self._prompt_logprobs) < self._num_prompt_logprobs and not self._closed:
-            self._wake.clear()
-            await self._wake.wait()
+            await self._change()
         messages = []
         for start in range(1, 1 + len(self._prompt_logprobs), _PROMPT_LOGPROBS_AT_ONCE):
             part = self._prompt_logprobs[start - 1 : start - 1 + _PROMPT_LOGPROBS_AT_ONCE]
@@ -110,13 +109,24 @@ class Generation:
     def close(self) -> None:
         """No more tokens will come; `take` returns what is left and then nothing."""
         self._closed = True
-        self._wake.set()
+        self._wake()
 
     async def take(self) -> list[Piece]:
         """Waits for output; empty means the end."""
         while not self._outbox and not self._closed:
-            self._wake.clear()
-            await self._wake.wait()
+            await self._change()
         pieces = list(self._outbox.values())
         self._outbox.clear()
         return pieces
+
+    async def _change(self) -> None:
+        """Waits until there is more; one reader at a time."""
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

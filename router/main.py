@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from kvstore.redis_index import RedisIndex
 from kvstore.routed_stream import RoutedStream
 from kvstore.tokenizer_digest import tokenizer_digest
-from pagewire import rpc
+from pagewire import event_loop, rpc
 from pagewire.config import RouterConfig
 from pagewire.foreign.smg import vllm_engine_pb2_grpc
 from pagewire.grants import AREAS_ON_ROUTER
@@ -48,7 +48,7 @@ APIS = (INFERENCE, VLLM_ENGINE, inference_protocol.SERVICE_NAME)
 def run(config: RouterConfig) -> int:
     """Serves until SIGTERM or SIGINT. Raises ModelError, ConfigError or BindError if it cannot start."""
     model = ModelFacts.load(Path(config.model), config.served_model_name)
-    asyncio.run(_serve(config, model))
+    event_loop.run(_serve(config, model))
     return 0
 
 

@@ -27,10 +27,8 @@ class RequestObserver:
         if self._metrics is None:
             return
         count = len(piece.token_ids)
-        self._metrics.generation_tokens.inc(count)
-        if seconds_since_last is not None:
-            for _ in range(count):
-                self._metrics.inter_token_latency.observe(seconds_since_last / count)
+        if count:
+            self._metrics.tokens.add(count, None if seconds_since_last is None else seconds_since_last / count)
         if piece.finish_reason is not None:
             self._metrics.request_success(piece.finish_reason.name.lower())
 

@@ -145,9 +145,9 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Token:
-    """One sampled token; `index` is its absolute output position."""
+    """One sampled token; `index` is its absolute output position. Not frozen: that would make it thrice as dear."""
 
     choice: int
     index: int

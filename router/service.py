@@ -182,19 +182,18 @@ def _prompt_logprobs(found: PromptLogprobs) -> inference_pb2.GenerateResponse:
 
 
 def _piece(piece: Piece) -> inference_pb2.GenerateResponse:
-    finish = types_pb2.FINISH_REASON_UNSPECIFIED
-    if piece.finish_reason is not None:
-        finish = types_pb2.FinishReason.ValueType(piece.finish_reason.value)
-    return inference_pb2.GenerateResponse(
-        choice=piece.choice,
-        index=piece.index,
-        text=piece.text,
-        token_ids=piece.token_ids,
-        logprobs=[logprobs_to_proto(item) for item in piece.logprobs],
-        finish_reason=finish,
-        stop_reason=piece.stop_reason,
-        beam_score=piece.beam_score,
+    """One for each token and stream: what a piece rarely has is set only if it has it."""
+    response = inference_pb2.GenerateResponse(
+        choice=piece.choice, index=piece.index, text=piece.text, token_ids=piece.token_ids
     )
+    if piece.logprobs:
+        response.logprobs.extend(map(logprobs_to_proto, piece.logprobs))
+    if piece.finish_reason is not None:
+        response.finish_reason = types_pb2.FinishReason.ValueType(piece.finish_reason.value)
+        response.stop_reason = piece.stop_reason
+    if piece.beam_score is not None:
+        response.beam_score = piece.beam_score
+    return response
 
 
 def _summary(summary: Summary) -> inference_pb2.GenerateResponse:

@@ -9,11 +9,14 @@ from prometheus_client import CollectorRegistry
 
 from engine.engine import Engine
 from engine.transfer.negotiate import wanted_planes
+from engine.transfer.plane import is_host_visible
+from engine.transfer.tcp_wire import TcpSettings
 from engine.worker_setup import describe_worker, make_publisher
 from pagewire.config import WorkerConfig
 from pagewire.fetch_metrics import FetchMetrics
 from pagewire.foreign.smg import vllm_engine_pb2_grpc
 from pagewire.metrics import WorkerMetrics
+from pagewire.tls import TlsFiles
 from pagewire.vllm_engine import SERVICE_NAME as VLLM_ENGINE
 from pagewire.vllm_engine.model_card import ModelCard
 from pagewire.vllm_engine.worker_facade import WorkerVllmEngine
@@ -59,8 +62,9 @@ class WorkerApp(ABC):
             metrics=WorkerMetrics(self.registry, self.description.model),
             fetch_metrics=FetchMetrics(self.registry, self.description.model),
             fetch=FetchSettings(config.kv_fetch, config.kv_fetch_min_tokens),
-            planes=wanted_planes(config.kv_transfer),
+            planes=wanted_planes(config.kv_transfer, in_device_memory=not is_host_visible(engine.memory)),
             open_channel=self.server.open_channel,
+            tcp=_tcp_settings(config),
             clock=clock,
         )
 
@@ -68,7 +72,12 @@ class WorkerApp(ABC):
         """What both workers serve; `own_service` was added by the subclass."""
         worker = self.worker
         self.transfers = KvTransferServicer(
-            worker.sender, worker.lender, worker.pool_server, self.description, self.setup.planes
+            worker.sender,
+            worker.lender,
+            worker.pool_server,
+            self.description,
+            self.setup.planes,
+            worker.staging,
         )
         add_to_server(self.transfers, self.server.server)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm_engine, self.server.server)
@@ -86,3 +95,11 @@ class WorkerApp(ABC):
         await self.server.server.stop(None)
         await self.worker.stop()
         await self.server.close()
+
+
+def _tcp_settings(config: WorkerConfig) -> TcpSettings:
+    """The plane TCP speaks TLS where gRPC does."""
+    files = TlsFiles(config.tls_cert, config.tls_key, config.tls_ca)
+    server_tls = files.watch_context("KV transfers") if config.tls_cert is not None else None
+    dials_tls = config.tls_cert is not None or config.tls_ca is not None
+    return TcpSettings(config.host, config.kv_transfer_port, server_tls, files.client_context if dials_tls else None)

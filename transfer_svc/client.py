@@ -1,6 +1,8 @@
 """The receiver's RPCs to one other worker: between the wire and plain data, block bytes past protobuf."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +50,7 @@ class AttachedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class ReadyBlocks:
-    """Blocks that can be read through shared memory. `keys` are empty for a partial last block."""
+    """Blocks that can be read out of the sender's pool. `keys` are empty for a partial last block."""
 
     ticket: bytes
     epoch: int
@@ -112,6 +114,8 @@ class TransferClient:
                 token=pool.token,
                 token_address=pool.token_address,
                 nixl_metadata=pool.nixl_metadata,
+                tcp_port=pool.tcp_port,
+                tcp_secret=pool.tcp_secret,
             ),
         )
 
@@ -157,14 +161,15 @@ class TransferClient:
         )
         call = self._pull(request)
         try:
-            async for message in call:
-                event = _event(message)
-                if isinstance(event, transfer_pb2.PullEnd):
-                    yield _end(event, await call.trailing_metadata())
-                    return
-                if (event.ticket, event.epoch) != (ticket, epoch) or event.group > len(first_blocks):
-                    raise FrameError(f"blocks of epoch {event.epoch} in the pull of epoch {epoch}")
-                yield event if isinstance(event, BlockFrame) else _ready(event)
+            async with aclosing(_read_ahead(call)) as messages:
+                async for message in messages:
+                    event = _event(message)
+                    if isinstance(event, transfer_pb2.PullEnd):
+                        yield _end(event, await call.trailing_metadata())
+                        return
+                    if (event.ticket, event.epoch) != (ticket, epoch) or event.group > len(first_blocks):
+                        raise FrameError(f"blocks of epoch {event.epoch} in the pull of epoch {epoch}")
+                    yield event if isinstance(event, BlockFrame) else _ready(event)
             raise FrameError("the pull ended without its end")
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
@@ -202,6 +207,18 @@ class TransferClient:
             return await method(request, timeout=timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
+
+
+async def _read_ahead(call: Any) -> AsyncGenerator[bytes, None]:
+    """The call's messages. While one is being used, the next is on its way."""
+    reading = asyncio.ensure_future(call.read())
+    try:
+        while (message := await reading) is not grpc.aio.EOF:
+            reading = asyncio.ensure_future(call.read())
+            yield message
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 def _event(message: bytes) -> BlockFrame | transfer_pb2.BlocksReady | transfer_pb2.PullEnd:

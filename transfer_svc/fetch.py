@@ -133,7 +133,8 @@ class PrefixFetcher:
     def count_passed_over(self, num_passed_over: int, num_cached_tokens: int) -> None:
         """What of them the engine did not find here either, once it has looked."""
         if num_passed_over > num_cached_tokens:
-            reason = "off" if self.settings.mode == "off" else "short" if self._keeps_what_comes else "window"
+            is_on = self.settings.mode != "off" and self._cache.enable_caching
+            reason = "off" if not is_on else "short" if self._keeps_what_comes else "window"
             self.metrics.unfetched(reason, num_passed_over - num_cached_tokens)
 
     @property

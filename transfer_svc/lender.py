@@ -77,23 +77,25 @@ class Lender:
         most = self._cache.groups.deepest_hit(self._most_blocks(), len(keys))
         if most <= first_block:
             raise self._refused()
-        held = self._cache.match_groups(keys[:most], token_ids)
+        held, num_full = self._cache.match_groups(keys[:most], token_ids), self._cache.groups.num_full
         try:
             if held[0].end < first_block and self._host.engine.tiers is not None:
-                self._cache.release(held[0].block_ids)
-                held[0] = HeldBlocks(first_block, ())  # what the device has the borrower has too
-            has_loaded, held = await self._load(keys[:most], token_ids, held, always)
+                for group in range(num_full):  # what the device has of them the borrower has too
+                    self._cache.release(held[group].block_ids)
+                    held[group] = HeldBlocks(first_block, ())
+            has_waited, held = await self._load(keys[:most], token_ids, held, always)
             own, num_held = held[0], sum(len(blocks.block_ids) for blocks in held)
             if own.end <= first_block:
                 raise NotFound(f"not more than {own.end} leading blocks can be had here", reason="PREFIX_GONE")
             # What was taken is not free any more, and others may have been lent blocks meanwhile.
-            if self._num_lacking() > 0 or (has_loaded and num_held > self._most_blocks()):
+            if self._num_lacking() > 0 or (has_waited and num_held > self._most_blocks()):
                 raise self._refused()
         except BaseException:
             self._release(held)
             self._host.announce()
             raise
-        firsts = [max(first_block, own.first), *(blocks.first for blocks in held[1:])]
+        firsts = [max(first_block, blocks.first) for blocks in held[:num_full]]
+        firsts += [blocks.first for blocks in held[num_full:]]
         ticket = self._leases.lend(
             holder,
             own.block_ids,
@@ -116,8 +118,8 @@ class Lender:
     ) -> tuple[bool, list[HeldBlocks]]:
         """Brings what only a tier has behind `held`, if cheaper than computing it here, or `always`.
 
-        Returns whether there was anything, and what is held then: one reference on each is the caller's as before. The
-        blocks are not cached: they are there for the borrower, and free again when the ticket ends.
+        Returns whether it has waited for anything, and what is held then: one reference on each is the caller's as
+        before. The blocks are not cached: they are there for the borrower, and free again when the ticket ends.
         """
         groups = self._cache.groups
         tiers, room = self._host.engine.tiers, min(groups.num_hit_blocks(len(keys)), self._num_spare())
@@ -139,7 +141,7 @@ class Lender:
         more = load.tables(starts[0] + load.num_loaded if groups.is_plain else load.depth, starts)
         if more is None:  # a part of what a hit needs is nobody's hit
             load.give_back()
-            return False, held
+            return True, held
         for name in SOURCE_NAMES:
             self._metrics.lent_from(name, load.num_blocks_of(name))
         kept = held[: groups.num_full]
@@ -149,7 +151,7 @@ class Lender:
             HeldBlocks(before.first, (*before.block_ids, *after.block_ids))
             for before, after in zip(kept, more, strict=False)
         ]
-        return bool(load.num_loaded), [*full, *more[groups.num_full :]]
+        return True, [*full, *more[groups.num_full :]]
 
     def relieve(self) -> None:
         """Own requests come first: call it whenever they may have come to lack blocks."""

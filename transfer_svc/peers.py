@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import os
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
 
-from engine.transfer.negotiate import boot_id, open_receiver
+from engine.transfer.negotiate import Means, boot_id, open_receiver
 from engine.transfer.nixl_agent import NixlAgent
 from engine.transfer.plane import BlockReceiver, Plane, PlaneUnavailable, SharedPoolInfo
 from pagewire.errors import FailedPrecondition, PagewireError, Unavailable
@@ -47,6 +48,7 @@ class Peer:
         me: WorkerDescription,
         in_thread: InThread,
         agent: NixlAgent | None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.client = TransferClient(channel, me)
@@ -63,7 +65,7 @@ class Peer:
         self._channel = channel
         self._me = me
         self._in_thread = in_thread
-        self._agent = agent
+        self._means = Means(agent, endpoint.rpartition(":")[0].strip("[]"), tls)
         self._planes: tuple[Plane, ...] = ()
         self._pool: SharedPoolInfo | None = None
         self._old_receivers: list[BlockReceiver] = []
@@ -200,7 +202,7 @@ class Peer:
             raise FailedPrecondition(f"{self.endpoint}: no handshake")
         size = self._me.fingerprint.block_bytes[0]
         try:
-            self.receiver = await self._in_thread(open_receiver, self._planes, self._pool, size, self._agent)
+            self.receiver = await self._in_thread(open_receiver, self._planes, self._pool, size, self._means)
         except PlaneUnavailable as error:
             raise Unavailable(f"no KV transfer from {self.endpoint}: {error}") from None
         self.plane = Plane.GRPC if self.receiver is None else self.receiver.plane
@@ -208,7 +210,10 @@ class Peer:
 
 
 class PeerTable:
-    """Peers by endpoint and incarnation. A peer without users is closed when it is silent, replaced, or long idle."""
+    """Peers by endpoint and incarnation. A peer without users is closed when it is silent, replaced, or long idle.
+
+    `tls`: what the plane TCP dials with.
+    """
 
     def __init__(
         self,
@@ -217,9 +222,11 @@ class PeerTable:
         in_thread: InThread,
         open_channel: Callable[[str], grpc.aio.Channel],
         agent: NixlAgent | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._me = me
         self._agent = agent
+        self._tls = tls
         self._wanted = tuple(wanted)
         self._in_thread = in_thread
         self._open_channel = open_channel
@@ -280,7 +287,7 @@ class PeerTable:
 
     async def _connect(self, key: tuple[str, int]) -> Peer:
         endpoint, incarnation = key
-        peer = Peer(endpoint, self._open_channel(endpoint), self._me, self._in_thread, self._agent)
+        peer = Peer(endpoint, self._open_channel(endpoint), self._me, self._in_thread, self._agent, self._tls)
         try:
             await peer.connect(incarnation, self._wanted)
         except BaseException:

@@ -14,11 +14,10 @@ from typing import Any
 
 from engine.host import EngineHost
 from engine.request import AdapterId, AdoptedKv
-from engine.transfer.copies import copy_blocks, copy_part
+from engine.transfer.copies import copy_blocks, copy_part, read_blocks
 from engine.transfer.frames import ZERO_KEY, BlockFrame, FrameError
 from engine.transfer.landing import Landing
-from engine.transfer.nixl_read import BLOCKS_PER_READ
-from engine.transfer.plane import BlockReceiver, Plane, block_address, block_bytes
+from engine.transfer.plane import BLOCKS_PER_READ, BlockReceiver, Plane, block_bytes
 from kvstore.kv_groups import HeldBlocks
 from pagewire.metrics import WorkerMetrics
 from transfer_svc.client import PulledEnd, ReadyBlocks
@@ -45,6 +44,7 @@ class VerifiedPrefix:
         self.loaded: tuple[tuple[str, int], ...] = ()  # tokens that this worker's tiers had, by tier
         self._token_ids = token_ids
         self._host = host
+        self._io = host.memory.io
         self._cache = host.kv_cache
         self._reservations = reservations
         self._metrics = metrics
@@ -257,20 +257,19 @@ class VerifiedPrefix:
     ) -> None:
         """Reads blocks out of the sender's memory, as many at a time as there is room for.
 
-        NIXL waits for the sender: on a thread of its own kind, in turns, and for one READ at a time, so that what came
-        before a sender froze is kept.
+        Some planes wait for the sender: on a thread of its own kind, in turns, and for one read at a time, so that what
+        came before a sender froze is kept.
         """
         self._check_place(ready.group, ready.first_block, ready.keys)
-        done, waits = 0, receiver.plane is Plane.NIXL
+        done, waits = 0, receiver.plane.waits_for_sender
         while done < len(ready.blocks):
             if receiver.plane is Plane.SHM_RING and not self._reservations.has_room(mine):
                 raise RingStarved
-            most = min(len(ready.blocks) - done, BLOCKS_PER_READ if waits else len(ready.blocks))
+            most = min(len(ready.blocks) - done, self._io.most, BLOCKS_PER_READ if waits else self._io.most)
             block_ids = await self._reservations.allocate(mine, most)
             blocks = ready.blocks[done : done + len(block_ids)]
-            addresses = [block_address(self._host.memory, block_id) for block_id in block_ids]
             landing = Landing()
-            copy = partial(receiver.read, blocks, addresses, landing)
+            copy = partial(read_blocks, self._io, receiver, blocks, block_ids, landing)
             await self._fill(ready.group, block_ids, landing, copy, turns=turns if waits else None)
             done += len(block_ids)
 
@@ -285,11 +284,11 @@ class VerifiedPrefix:
             raise FrameError(f"{len(frame.payload)} bytes for {len(frame.checksums)} blocks of {size}")
         done = 0
         while done < len(frame.checksums):
-            block_ids = await self._reservations.allocate(mine, len(frame.checksums) - done)
+            block_ids = await self._reservations.allocate(mine, min(len(frame.checksums) - done, self._io.most))
             end = done + len(block_ids)
             payload = memoryview(frame.payload)[done * size : end * size]
             digests = frame.checksums[done:end]
-            copy = partial(copy_blocks, self._host.memory, block_ids, payload, digests)
+            copy = partial(copy_blocks, self._io, block_ids, payload, digests)
             await self._fill(frame.group, block_ids, Landing(), copy)
             done = end
 
@@ -302,8 +301,7 @@ class VerifiedPrefix:
         follows = self._part is not None and self._part[1] == frame.group and frame.offset == self._part_bytes
         if self._part is None or not follows or frame.offset + len(frame.payload) > size:
             raise FrameError(f"a part at offset {frame.offset} that does not follow the one before it")
-        address = block_address(self._host.memory, self._part[0]) + frame.offset
-        await self._host.in_thread(copy_part, address, frame.payload, frame.checksums[0])
+        await self._host.in_thread(copy_part, self._io, self._part[0], frame.offset, frame.payload, frame.checksums[0])
         self._part_bytes += len(frame.payload)
         if self._part_bytes == size:
             block_ids, self._part = [self._part[0]], None

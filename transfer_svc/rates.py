@@ -13,6 +13,7 @@ _PRIORS = {
     Plane.SHM_MAP: Prior(0.005, 1e9),
     Plane.SHM_RING: Prior(0.005, 1e9),
     Plane.NIXL: Prior(0.005, 500e6),
+    Plane.TCP: Prior(0.005, 500e6),
 }
 _UNKNOWN = Prior(0.03, 200e6)  # a handshake comes on top
 

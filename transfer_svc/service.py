@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
 
+from engine.transfer.block_io import Bytes
 from engine.transfer.checksum import checksum
 from engine.transfer.frames import KEY_BYTES, ZERO_KEY, BlockFrame, encode_frame
 from engine.transfer.negotiate import boot_id, common_planes
-from engine.transfer.plane import Plane, block_bytes, block_view, plane_of
+from engine.transfer.plane import Plane, block_bytes, plane_of
 from engine.transfer.pool_server import PoolServer, RingLease
 from pagewire.errors import FailedPrecondition, InvalidArgument
 from pagewire.v1 import transfer_pb2
@@ -19,6 +21,7 @@ from pagewire.worker_view_wire import fingerprint_from_proto
 from pagewire.worker_wire import token_to_proto
 from transfer_svc.leases import ManifestBlock, PrefillResult
 from transfer_svc.lender import Lender
+from transfer_svc.on_host import Staging, on_host
 from transfer_svc.sender import BlockRun, KvSender
 
 SERVICE_NAME = "pagewire.v1.KvTransferService"
@@ -39,12 +42,15 @@ class KvTransferServicer:
         pool_server: PoolServer,
         description: WorkerDescription,
         allowed_planes: Sequence[Plane],
+        staging: Staging | None = None,
     ) -> None:
+        """`staging`: for a pool in device memory."""
         self._sender = sender
         self._lender = lender
         self._pool_server = pool_server
         self._description = description
         self._allowed_planes = tuple(allowed_planes)
+        self._staging = staging
         self._closed = asyncio.Event()
 
     async def Handshake(
@@ -78,6 +84,8 @@ class KvTransferServicer:
                 token=info.token,
                 token_address=info.token_address,
                 nixl_metadata=info.nixl_metadata,
+                tcp_port=info.tcp_port,
+                tcp_secret=info.tcp_secret,
             ),
         )
 
@@ -128,18 +136,16 @@ class KvTransferServicer:
                             await ring.wait_until_read()
                         context.set_trailing_metadata(((SINCE_PREFILL, self._sender.since(event.ended_at)),))
                         yield _end_message(event)
-                    elif plane is Plane.GRPC:
-                        for message in self._frames(request, event):
-                            yield message
-                            self._sender.check(request.ticket, request.epoch)
-                    elif ring is None:
-                        yield _ready_message(
-                            request, event, event.first_block, [(b.block_id, b.generation, b) for b in event.blocks]
-                        )
-                    else:
-                        async with aclosing(self._through_ring(request, event, ring)) as messages:
+                    elif plane is Plane.GRPC or ring is not None:
+                        async with aclosing(self._bytes_of(request, event, ring)) as messages:
                             async for message in messages:
                                 yield message
+                                self._sender.check(request.ticket, request.epoch)
+                    else:
+                        async with aclosing(self._on_host(request, event)) as parts:
+                            async for part, _ in parts:
+                                placed = [(block.block_id, block.generation, block) for block in part.blocks]
+                                yield _ready_message(request, part, part.first_block, placed)
         finally:
             if ring is not None:
                 ring.close()
@@ -165,36 +171,55 @@ class KvTransferServicer:
         """Ends the streams that would not end by themselves; the process is about to stop."""
         self._closed.set()
 
-    def _frames(self, request: transfer_pb2.PullRequest, run: BlockRun) -> Iterator[bytes]:
+    async def _bytes_of(
+        self, request: transfer_pb2.PullRequest, run: BlockRun, ring: RingLease | None
+    ) -> AsyncGenerator[bytes, None]:
+        """The run in frames, or by way of the ring."""
+        async with aclosing(self._on_host(request, run)) as parts:
+            async for part, rows in parts:
+                if ring is None:
+                    for message in self._frames(request, part, rows):
+                        yield message
+                    continue
+                async with aclosing(self._through_ring(request, part, rows, ring)) as messages:
+                    async for message in messages:
+                        yield message
+
+    def _on_host(
+        self, request: transfer_pb2.PullRequest, run: BlockRun
+    ) -> AsyncGenerator[tuple[BlockRun, Sequence[Bytes]], None]:
+        check = partial(self._sender.check, request.ticket, request.epoch)
+        return on_host(self._pool_server.pool, self._staging, run, check)
+
+    def _frames(self, request: transfer_pb2.PullRequest, run: BlockRun, rows: Sequence[Bytes]) -> Iterator[bytes]:
         """Whole blocks, as many as fit into a frame; a block that does not fit comes in parts with their checksums."""
-        pool = self._pool_server.pool
-        size = block_bytes(pool)
+        size = block_bytes(self._pool_server.pool)
         per_frame = FRAME_BYTES // size
         if per_frame == 0:
-            for i, block in enumerate(run.blocks):
+            for i, (block, row) in enumerate(zip(run.blocks, rows, strict=True)):
                 for offset in range(0, size, FRAME_BYTES):
-                    part = block_view(pool, block.block_id, offset, min(FRAME_BYTES, size - offset))
+                    part = row[offset : offset + FRAME_BYTES].data
                     frame = _frame(request, run, run.first_block + i, [(checksum(part), block)], offset)
                     yield encode_frame(frame, [part])
         else:
             for start in range(0, len(run.blocks), per_frame):
                 some = run.blocks[start : start + per_frame]
                 frame = _frame(request, run, run.first_block + start, [(block.checksum, block) for block in some])
-                yield encode_frame(frame, [block_view(pool, block.block_id) for block in some])
+                yield encode_frame(frame, [row.data for row in rows[start : start + per_frame]])
 
     async def _through_ring(
-        self, request: transfer_pb2.PullRequest, run: BlockRun, ring: RingLease
+        self, request: transfer_pb2.PullRequest, run: BlockRun, rows: Sequence[Bytes], ring: RingLease
     ) -> AsyncGenerator[bytes, None]:
         """Copies blocks into free slots; says what is there before it waits for more room."""
         first, placed = run.first_block, list[tuple[int, int, ManifestBlock]]()
-        for block in run.blocks:
+        for block, row in zip(run.blocks, rows, strict=True):
             if not ring.has_free_slot:
                 if placed:
                     yield _ready_message(request, run, first, placed)
                     first, placed = first + len(placed), []
                 await ring.wait_for_slot()
                 self._sender.check(request.ticket, request.epoch)
-            placed.append((*ring.put(block.block_id), block))
+            placed.append((*ring.put(row), block))
         if placed:
             yield _ready_message(request, run, first, placed)
 

@@ -22,8 +22,10 @@ from engine.engine import Engine
 from engine.errors import RequestRefused
 from engine.host import EngineHost, SequencedPublisher
 from engine.transfer.negotiate import start_agent
-from engine.transfer.plane import Plane
+from engine.transfer.plane import Plane, is_host_visible
 from engine.transfer.pool_server import PoolServer
+from engine.transfer.tcp_server import TcpServer
+from engine.transfer.tcp_wire import TcpSettings
 from kvstore.block_store import StoreError
 from pagewire.admission_queue import AdmissionQueue
 from pagewire.errors import InvalidArgument
@@ -34,6 +36,7 @@ from transfer_svc.adapters import WorkerAdapters
 from transfer_svc.fetch import FetchSettings, PrefixFetcher
 from transfer_svc.leases import Expired, LeaseTable
 from transfer_svc.lender import Lender
+from transfer_svc.on_host import Staging
 from transfer_svc.peers import PeerTable
 from transfer_svc.prefix_control import WorkerPrefixes, not_erased
 from transfer_svc.reservations import Reservations
@@ -64,6 +67,7 @@ class WorkerSetup:
     fetch: FetchSettings
     planes: Sequence[Plane]
     open_channel: Callable[[str], grpc.aio.Channel]
+    tcp: TcpSettings
     clock: Callable[[], float] = time.monotonic
     random_bytes: Callable[[int], bytes] = secrets.token_bytes
 
@@ -84,9 +88,16 @@ class KvWorker(ABC):
         self.leases = LeaseTable(limits.lease_seconds, limits.max_hold_seconds, setup.random_bytes)
         self.sender = KvSender(self.leases, engine.kv_cache, setup.clock, host.announce)
         agent = start_agent(setup.planes, f"{setup.description.worker_id}/{setup.description.incarnation:x}")
-        self.pool_server = PoolServer(engine.memory, agent)
+        staging = None if is_host_visible(engine.memory) else engine.memory.io
+        tcp = TcpServer(engine.memory, setup.tcp, staging) if Plane.TCP in setup.planes else None
+        self.pool_server = PoolServer(engine.memory, agent, tcp)
         self.peers = PeerTable(
-            setup.description, setup.planes, host.in_peer_thread, setup.open_channel, self.pool_server.agent
+            setup.description,
+            setup.planes,
+            host.in_peer_thread,
+            setup.open_channel,
+            self.pool_server.agent,
+            setup.tcp.client_tls,
         )
         self.adapters = WorkerAdapters(host)
         self.reservations = Reservations(
@@ -112,6 +123,11 @@ class KvWorker(ABC):
             self._spawn,
         )
         self.prefixes = WorkerPrefixes(host, self.fetcher, self.reservations)
+
+    @property
+    def staging(self) -> Staging:
+        """For a pool in device memory. Copies may wait for a step, which the threads of short work must not."""
+        return Staging(self._host.memory.io, self._host.in_peer_thread)
 
     # --- what a role brings along ---
 

@@ -190,7 +190,7 @@ def launches(model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "decode_attention", lambda: decode_attention.decode_attention(q, k_cache, v_cache, max_kv_len=4096, **common)
     yield "prefill_attention", lambda: prefill_attention.prefill_attention(q, k_cache, v_cache, tiles=tiles, **common)
     fp8_caches = KvMemory(KvLayout(4, model.num_kv_heads, model.head_dim, 16, fp8.CACHE_DTYPE), 8).layer(1)
-    scales = {name: floats(model.num_kv_heads, kind=torch.float32) for name in ("k_scale", "v_scale")}
+    scales = {name: floats(8, model.num_kv_heads, 16, kind=torch.float32) for name in ("k_scale", "v_scale")}
     yield (
         "rope_and_write_kv_e4m3",
         lambda: kv_write.rope_and_write_kv(q, k, v, angle, angle, *fp8_caches, longs, **scales),

@@ -106,8 +106,8 @@ class _Attention:
         dtype = fp8.CACHE_DTYPE if is_fp8 else BF16
         self.memory = KvMemory(KvLayout(2, self.kv_heads, head_dim, 16, dtype), sum(counts), "private", device)
         self.memory.blocks.copy_(random(device, *self.memory.blocks.shape, dtype=torch.float32).to(dtype))
-        scales = torch.tensor([0.7, 1.9], device=device)
-        self.scales = {"k_scale": scales, "v_scale": scales.flip(0).contiguous()} if is_fp8 else {}
+        scales = [(torch.rand(sum(counts), self.kv_heads, 16) + 0.5).to(device) for _ in range(2)]
+        self.scales = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if is_fp8 else {}
         self.q = random(device, sum(self.query_lens), self.heads, head_dim, seed=5)
         self.device, self.head_dim = device, head_dim
 
@@ -120,7 +120,7 @@ class _Attention:
         turned = [reference.apply_rope(each.double().cpu(), cos.cpu(), sin.cpu()) for each in (self.q[:5], k)]
         stored = [cache[slots // 16, :, slots % 16].double().cpu() for cache in (k_cache, v_cache)]
         for each, scale in zip(stored, self.scales.values(), strict=False):
-            each *= scale.double().cpu()[:, None]
+            each *= scale[slots // 16, :, slots % 16].double().cpu()[..., None]
         step = 2.0**-4 if self.scales else 1.1 * HALF_ULP
         return max(
             error(q, turned[0]) / (1.5 * HALF_ULP),
@@ -150,7 +150,7 @@ class _Attention:
         batch = PagedBatch.build(self.query_lens, self.kv_lens, self.tables, 16)
         caches = [cache.double().cpu() for cache in self.memory.layer(1)]
         for cache, scale in zip(caches, self.scales.values(), strict=False):
-            cache *= scale.double().cpu()[:, None, None]
+            cache *= scale.double().cpu()[..., None]
         plan = plan_attention(batch, group_size=4, window=None)
         expected = reference.paged_attention(self.q.double().cpu(), *caches, plan, scale=self.head_dim**-0.5)
         return error(out, expected, float(caches[1].abs().max())), 2.2 * HALF_ULP

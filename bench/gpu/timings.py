@@ -248,7 +248,8 @@ def _decode(device: torch.device, shape: Shape, is_fp8: bool) -> Case:
     pages = context // page
     num_blocks = batch * pages
     dtype = fp8.CACHE_DTYPE if is_fp8 else BF16
-    scales = {n: torch.ones(shape.kv_heads, device=device) for n in ("k_scale", "v_scale")} if is_fp8 else {}
+    names = ("k_scale", "v_scale") if is_fp8 else ()
+    scales = {name: torch.ones(num_blocks, shape.kv_heads, page, device=device) for name in names}
     # Runs of 8 pages stay together, so that FlexAttention's masks of 128 tokens are full ones.
     tables = (torch.randperm(num_blocks // 8)[:, None] * 8 + torch.arange(8)).view(batch, pages).to(device)
 

@@ -1,8 +1,10 @@
 """The config of one rank's part of a model, and what of a model and its options can't be shared out."""
 
+import os
 from dataclasses import replace
 
 from engine.model_config import ModelConfig, ModelError
+from engine.moe_config import MoeConfig
 from engine.parallel.shard import Shard, check_divisible
 from engine.transformers_config import TransformersConfig, load_config
 from pagewire.config import EngineOptions
@@ -14,7 +16,7 @@ def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
     sizes = {"intermediate_size": config.intermediate_size}
     if moe is not None:
         sizes = {} if all(moe.layers) else sizes
-        sizes["moe_intermediate_size"] = moe.intermediate_size
+        sizes["moe_intermediate_size"] = moe.intermediate_size  # that of shared experts is a multiple of it
     try:
         check_divisible(size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, **sizes)
     except ValueError as error:
@@ -26,9 +28,15 @@ def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
         num_kv_heads=len(shard.kv_heads),
         intermediate_size=config.intermediate_size // size,
         vocab_size=len(shard.vocabulary),
-        moe=None if moe is None else replace(moe, intermediate_size=moe.intermediate_size // size),
+        moe=None if moe is None else _shard_experts(moe, size),
         shard=shard,
     )
+
+
+def share_of_threads(options: EngineOptions, num_sharing: int) -> int:
+    """Of `cpu_threads`, or of the CPUs that this process may use, the part of one of so many ranks; at least one."""
+    threads = options.cpu_threads or len(os.sched_getaffinity(0))
+    return max(1, threads // num_sharing)
 
 
 def check_parallel(options: EngineOptions) -> None:
@@ -40,11 +48,13 @@ def check_parallel(options: EngineOptions) -> None:
     if isinstance(config, TransformersConfig):
         raise ModelError(
             f"{config.path}: tensor_parallel_size = {size} is not supported with model_impl = transformers: "
-            "its module knows no shards"
-        )
-    if config.mla is not None:
-        raise ModelError(
-            f"{config.path}: tensor_parallel_size = {size} is not supported with latent attention "
-            f"({config.architecture}): all its heads read one latent, which can't be cut by heads yet"
+            "its module is proved at start by computing it whole, which no rank has"
         )
     shard_config(config, 0, size)
+
+
+def _shard_experts(moe: MoeConfig, size: int) -> MoeConfig:
+    """Each rank has a part of every expert."""
+    own = moe.deepseek
+    own = None if own is None else replace(own, shared_size=own.shared_size // size)
+    return replace(moe, intermediate_size=moe.intermediate_size // size, deepseek=own)

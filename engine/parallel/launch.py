@@ -36,6 +36,15 @@ class Arrival:
 class Launcher(Protocol):
     """Starts ranks, which then arrive in any order."""
 
+    @property
+    def host(self) -> str:
+        """This machine's address for ranks on others."""
+        ...
+
+    def machine(self, rank: int) -> str:
+        """The name of the machine where the rank runs, or will; "" if it is this one."""
+        ...
+
     def start(self, rank: int) -> RankProcess: ...
     def accept(self, timeout: float) -> Arrival | None:
         """The next one that has arrived; None if none does within about so many seconds. The caller closes it."""
@@ -75,8 +84,13 @@ class ChildProcess:
 class ChildProcesses:
     """The launcher `mp`. Nobody else can reach the sockets: they have no names."""
 
+    host = "127.0.0.1"
+
     def __init__(self) -> None:
         self._arrivals: list[Arrival] = []
+
+    def machine(self, rank: int) -> str:
+        return ""
 
     def start(self, rank: int) -> ChildProcess:
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

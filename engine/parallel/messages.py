@@ -1,9 +1,12 @@
-"""What rank 0 tells the other ranks, and they it, over a Unix socket with a process of this user at either end.
+"""What rank 0 tells the other ranks, and they it.
+
+Over a Unix socket with a process of this user at either end, or, with a rank on another machine, over TCP.
 
 rank 0 ── Load ──► rank        the rank loads its part of the model
 rank 0 ◄─ Loaded | Failed ──   and says so, or why it can't
-rank 0 ── Join ──►             with the descriptors of the pool and of shared memory beside it
+rank 0 ── Join ──►             on one machine with the descriptors of the pool and of shared memory beside it
 rank 0 ── PutAdapter ──►       before the first step that needs it; then the ranks agree in their group
+rank 0 ── PutBlocks ──►        to another machine, before the first step that reads them
 rank 0 ── Forward, Logits ──►  each step; then the ranks meet in their group
 rank 0 ◄─ Failed ──            a rank that can't go on says why and exits
 rank 0 ── Stop ──►
@@ -31,18 +34,20 @@ from kvstore.kv_groups import KvGroups
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`options` are the EngineOptions', `threads` the rank's part of the CPUs."""
+    """`options` are the EngineOptions'; `num_sharing` ranks share the CPUs and the memory of the rank's machine."""
 
     options: Mapping[str, Any]
-    threads: int
+    num_sharing: int
     log_level: int
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The rank has its part of the model, cut out of the weights of this digest."""
+    """The rank has its part of the model, cut out of the weights of this digest; so much memory is left there."""
 
     weights_digest: bytes
+    numerics_class: str
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +60,18 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The pool has `num_blocks` blocks of the whole model's `layout`; the ranks meet at the file `meeting`.
+    """The pool has `num_blocks` blocks of the whole model's `layout`; the ranks meet at `meeting`.
 
-    Or, if that is "", in the shared memory whose descriptor comes after the pool's.
+    Or, if that is "", in the shared memory whose descriptor comes after the pool's. If the rank does not share the
+    pool, no descriptors come: it has one of its own heads. If ranks `tell`, rank 0 gathers what they store in a step.
     """
 
     num_blocks: int
     layout: KvLayout
     groups: KvGroups | None
     meeting: str
+    shares_pool: bool = True
+    tells: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,18 @@ class Values:
     @property
     def tensor(self) -> Tensor:
         return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PutBlocks:
+    """The rank's heads of these blocks: `cells` [len(block_ids), *its pool's block_shape]."""
+
+    block_ids: NDArray[np.int64]
+    cells: Values
+
+    @staticmethod
+    def of(block_ids: NDArray[np.int64], cells: Tensor) -> "PutBlocks":
+        return PutBlocks(block_ids, Values.of(cells))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +169,19 @@ def decode(data: bytes) -> Any:
 def send(connection: "Connection[Any, Any]", message: object) -> None:
     """Raises OSError if nobody listens any more."""
     connection.send_bytes(encode(message))
+
+
+def last_words(connection: "Connection[Any, Any]") -> str | None:
+    """Why the rank at the other end can't go on, if it has said so."""
+    try:
+        while connection.poll():
+            if isinstance(said := receive(connection), Failed):
+                return f"has failed: {said.reason}"
+    except (EOFError, OSError):
+        return None
+    except Exception as error:
+        return f"has said what can't be read: {error!r}"
+    return None
 
 
 def receive(connection: "Connection[Any, Any]") -> Any:

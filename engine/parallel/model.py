@@ -15,6 +15,7 @@ from engine.parallel.adapters import SharedSlots
 from engine.parallel.group import RankGroup
 from engine.parallel.heads import KvHeads
 from engine.parallel.messages import Forward, Logits
+from engine.parallel.remote_kv import RemoteKv
 from engine.parallel.tables import TablesSender
 from engine.parallel.vocabulary import gather_logits
 from engine.weight_source import Projection
@@ -42,7 +43,16 @@ class OtherRanks(Protocol):
 class ParallelModel:
     """A `Model` whose part on rank 0 is `own`. After an exception the ranks are no longer in step: EngineDied."""
 
-    def __init__(self, own: Decoder, heads: KvHeads, vocab_size: int, group: RankGroup, others: OtherRanks) -> None:
+    def __init__(
+        self,
+        own: Decoder,
+        heads: KvHeads,
+        vocab_size: int,
+        group: RankGroup,
+        others: OtherRanks,
+        remote: RemoteKv | None = None,
+    ) -> None:
+        """`remote`: of the ranks on other machines, if there are some."""
         if own.config.shard is None:
             raise ValueError("a model that is not shared out needs no other ranks")
         own.group = group
@@ -54,6 +64,7 @@ class ParallelModel:
         self._width = self._shard.most_token_ids
         self._group = group
         self._others = others
+        self._remote = remote
 
     @property
     def kernels(self) -> ModelKernels:
@@ -86,8 +97,17 @@ class ParallelModel:
         adapters: LoraStep | None = None,
     ) -> Tensor:
         """As the model's; `memory` is what all ranks have in common, of which each sees its heads."""
+        if self._remote is not None:
+            self._remote.bring(batch)
         self._others.tell(Forward.of(input_ids, positions, self._tables.changes(batch), adapters))
-        return self._together(lambda: self._own.forward(input_ids, positions, batch, self._heads, adapters))
+
+        def compute() -> Tensor:
+            hidden = self._own.forward(input_ids, positions, batch, self._heads, adapters)
+            if self._remote is not None:
+                self._remote.collect(batch)
+            return hidden
+
+        return self._together(compute)
 
     def logits(self, hidden: Tensor, adapters: LoraStep | None = None) -> Tensor:
         """As the model's."""

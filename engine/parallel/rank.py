@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.errors import EngineError
-from engine.parallel.messages import Failed, Forward, Join, Load, Loaded, Logits, PutAdapter, Stop, decode, send
+from engine.parallel.connection import socket_of
+from engine.parallel.messages import Failed, Forward, Join, Load, Logits, PutAdapter, PutBlocks, Stop, decode, send
 
 INHERITED = "PAGEWIRE_RANK_SOCKET"
 """In a rank's environment: `descriptor:rank`."""
@@ -57,14 +58,17 @@ def _serve(connection: "Connection[Any, Any]", rank: int) -> None:
     load: Load = messages.get()
     _set_up_log(rank, load.log_level)
     part = Part.load(load, rank)
-    send(connection, Loaded(part.weights_digest))
-    part.join(*messages.get())
+    send(connection, part.loaded())
+    join, descriptors = messages.get()
+    part.join(join, descriptors, _own_host(connection))
     while True:
         message = messages.get()
         if isinstance(message, Forward):
             part.forward(message)
         elif isinstance(message, Logits):
             part.logits(message)
+        elif isinstance(message, PutBlocks):
+            part.put_blocks(message)
         elif isinstance(message, PutAdapter):
             part.put(message)
         elif isinstance(message, Stop):
@@ -84,7 +88,10 @@ def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]"
             except (EOFError, OSError):
                 os._exit(0)  # rank 0 has ended
             message = decode(data)
-            messages.put((message, _receive_descriptors(connection)) if isinstance(message, Join) else message)
+            if isinstance(message, Join):
+                messages.put((message, _receive_descriptors(connection) if message.shares_pool else []))
+            else:
+                messages.put(message)
             if isinstance(message, Stop):
                 return
     except Exception as error:
@@ -94,9 +101,15 @@ def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]"
 
 def _receive_descriptors(connection: "Connection[Any, Any]") -> list[int]:
     """At most two."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+    with socket_of(connection) as own:
         _, descriptors, _, _ = socket.recv_fds(own, 1, 2)
     return list(descriptors)
+
+
+def _own_host(connection: "Connection[Any, Any]") -> str | None:
+    """This machine's address for the others; None if rank 0 is on it too."""
+    with socket_of(connection) as own:
+        return None if own.family == socket.AF_UNIX else str(own.getsockname()[0])
 
 
 def _set_up_log(rank: int, level: int) -> None:

@@ -2,11 +2,11 @@
 
 import logging
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -14,12 +14,15 @@ from engine.errors import EngineDied
 from engine.memory import KvMemory
 from engine.model_config import ModelError
 from engine.models.decoder import Decoder, Model
+from engine.parallel.connection import limit_sending, shut_down, socket_of
 from engine.parallel.group import STEP_SECONDS, RankGroup
 from engine.parallel.heads import KvHeads
 from engine.parallel.launch import Launcher, RankProcess
+from engine.parallel.machines import Machines
 from engine.parallel.meeting import meeting
-from engine.parallel.messages import Failed, Join, Load, Loaded, Stop, encode, receive, send
+from engine.parallel.messages import Failed, Join, Load, Loaded, Stop, encode, last_words, receive, send
 from engine.parallel.model import ParallelModel
+from engine.parallel.remote_kv import RemoteKv
 from pagewire.config import EngineOptions
 
 START_SECONDS = 120.0
@@ -28,7 +31,6 @@ LOAD_SECONDS = 600.0
 """For ranks to load what is left to load when rank 0 has its own part, which is no smaller than theirs."""
 _POLL_SECONDS = 0.2
 _END_SECONDS = 2.0
-_TIMEVAL = struct.Struct("ll")
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +38,14 @@ logger = logging.getLogger(__name__)
 class Ranks:
     """Ranks 1 … size - 1. They load their parts while rank 0 loads its own: then `wait_loaded` and `join`."""
 
-    def __init__(self, options: EngineOptions, launcher: Launcher, threads: int) -> None:
+    def __init__(self, options: EngineOptions, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._size = options.tensor_parallel_size
-        self._load = Load(options.model_dump(), threads, logging.getLogger().getEffectiveLevel())
+        self._size, self._options = options.tensor_parallel_size, options.model_dump()
+        self.machines = Machines({rank: launcher.machine(rank) for rank in range(1, self._size)})
         self._processes: dict[int, RankProcess] = {}
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._pids: dict[int, int] = {}
-        self._digests: dict[int, bytes] = {}
+        self.loaded: dict[int, Loaded] = {}
         self._has_joined = False
         self._backend = options.distributed_executor_backend
         self._give_up: Callable[[], None] = lambda: None
@@ -85,34 +87,37 @@ class Ranks:
         starting = self._threads[0]
         starting.join(LOAD_SECONDS)
         if starting.is_alive():
-            late = sorted(self._processes.keys() - self._digests.keys())
+            late = sorted(self._processes.keys() - self.loaded.keys())
             raise EngineDied(f"ranks {late} have not loaded their parts {LOAD_SECONDS:g} s after rank 0")
         if self._start_error is not None:
             raise self._start_error
-        for rank, found in sorted(self._digests.items()):
-            if found != digest:
-                raise ModelError(
-                    f"{self._load.options['model']}: rank {rank} has read other weights (SHA-256 {found.hex()[:16]}…) "
-                    f"than rank 0 ({digest.hex()[:16]}…): the files were changed while they were loaded"
-                )
+        self.machines.check_weights(self.loaded, digest, self._options["model"])
 
     def join(self, model: Model, memory: KvMemory, vocab_size: int) -> ParallelModel:
         """The whole model, once all have loaded. Raises EngineDied if one dies."""
         if not isinstance(model, Decoder) or model.config.shard is None:
             raise ValueError("ranks share a model's shards")
-        group = self._meet(memory)
+        shard = model.config.shard
+        self.machines.check_classes(self.loaded, model.numerics_class)
+        tellers, elsewhere = self.machines.tellers(shard), self.machines.heads_elsewhere(shard)
+        group = self._meet(memory, tells=bool(tellers))
         logger.info("tensor parallelism: %d ranks, others are processes %s", self._size, sorted(self._pids.values()))
-        heads = KvHeads(memory.blocks, memory.layout, memory.groups, model.config.shard.kv_heads)
-        return ParallelModel(model, heads, vocab_size, group, self)
+        heads = KvHeads(memory.blocks, memory.layout, memory.groups, shard.kv_heads)
+        remote = RemoteKv(memory, elsewhere, tellers, self.tell_one, group, heads) if elsewhere else None
+        return ParallelModel(model, heads, vocab_size, group, self, remote)
 
-    def _meet(self, memory: KvMemory) -> RankGroup:
+    def _meet(self, memory: KvMemory, *, tells: bool = False) -> RankGroup:
         """A rank that dies meanwhile is noticed at once."""
-        if memory.fd is None:
-            raise ValueError("ranks share a pool in a memfd")
-        with meeting(self._backend, self._size) as place:
-            message = Join(memory.num_blocks, memory.layout, memory.groups, place.file)
+        elsewhere = self.machines.elsewhere
+        if memory.fd is None and self.machines.num_here > 1:
+            raise ValueError("ranks of one machine share a pool in a memfd")
+        with meeting(self._backend, self._size, self._launcher.host if elsewhere else None) as place:
+            here = Join(memory.num_blocks, memory.layout, memory.groups, place.place, tells=tells)
             for rank, connection in self._connections.items():
-                self._invite(rank, connection, message, [memory.fd, *place.descriptors])
+                if rank in elsewhere:
+                    self._invite(rank, connection, replace(here, shares_pool=False), ())
+                elif memory.fd is not None:
+                    self._invite(rank, connection, here, (memory.fd, *place.descriptors))
             self._has_joined = True
             self._give_up = place.give_up
             self._run("ranks-watch", self._watch)
@@ -124,31 +129,37 @@ class Ranks:
     def _invite(self, rank: int, connection: "Connection[Any, Any]", message: Join, descriptors: Sequence[int]) -> None:
         try:
             send(connection, message)
-            with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own:
-                socket.send_fds(own, [b"\0"], descriptors)
+            if descriptors:
+                with socket_of(connection) as own:
+                    socket.send_fds(own, [b"\0"], descriptors)
         except OSError:
             raise EngineDied(self._why(rank)) from None
 
     def tell(self, message: object) -> None:
         """Sends it to each. Raises EngineDied, also if one reads nothing for STEP_SECONDS."""
         data = encode(message)
-        self._send(lambda rank: data)
+        for rank in self._connections:
+            self._send(rank, data)
 
     def tell_each(self, message: Callable[[int], object]) -> None:
         """The same with a message for each rank; all are made before the first is sent: all ranks get one, or none."""
         data = {rank: encode(message(rank)) for rank in self._connections}
-        self._send(data.__getitem__)
+        for rank, of_rank in data.items():
+            self._send(rank, of_rank)
 
-    def _send(self, data: Callable[[int], bytes]) -> None:
+    def tell_one(self, rank: int, message: object) -> None:
+        """The same to one."""
+        self._send(rank, encode(message))
+
+    def _send(self, rank: int, data: bytes) -> None:
         if self._death is not None:
             raise self._death
-        for rank, connection in self._connections.items():
-            try:
-                connection.send_bytes(data(rank))
-            except BlockingIOError:
-                raise self.lost(TimeoutError(f"rank {rank} has read nothing for {STEP_SECONDS:g} s")) from None
-            except OSError as error:
-                raise self.lost(error) from error
+        try:
+            self._connections[rank].send_bytes(data)
+        except BlockingIOError:
+            raise self.lost(TimeoutError(f"rank {rank} has read nothing for {STEP_SECONDS:g} s")) from None
+        except OSError as error:
+            raise self.lost(error) from error
 
     def lost(self, error: Exception) -> EngineDied:
         """The rank that has ended, or `error` itself if none has."""
@@ -190,7 +201,7 @@ class Ranks:
         """Those that still read end by themselves, within _END_SECONDS in all."""
         for connection in connections.values():
             with suppress(OSError):
-                _limit_sending(connection, _END_SECONDS / self._size)
+                limit_sending(connection, _END_SECONDS / self._size)
                 send(connection, Stop())
         deadline = time.monotonic() + _END_SECONDS
         for process in self._processes.values():
@@ -199,8 +210,8 @@ class Ranks:
     def _disconnect(self) -> None:
         """Ends the threads. No connection is added any more."""
         for connection in list(self._connections.values()):  # a killed actor's process may go later
-            with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own:
-                own.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):
+                shut_down(connection)
         for thread in self._threads:
             thread.join()
         for connection in self._connections.values():
@@ -215,9 +226,10 @@ class Ranks:
     def _start(self) -> None:
         try:
             self._accept()
+            level = logging.getLogger().getEffectiveLevel()
             for rank, connection in self._connections.items():
                 try:
-                    send(connection, self._load)
+                    send(connection, Load(self._options, self.machines.num_sharing(rank), level))
                 except OSError:
                     raise EngineDied(self._why(rank)) from None
             self._await_loaded()
@@ -241,7 +253,7 @@ class Ranks:
                     raise EngineDied("the ranks are closed")
                 if arrival is not None:
                     connection: Connection[Any, Any] = Connection(arrival.connection.detach())
-                    _limit_sending(connection, STEP_SECONDS)
+                    limit_sending(connection, STEP_SECONDS)
                     self._pids[arrival.rank] = arrival.pid
                     self._connections[arrival.rank] = connection
 
@@ -259,7 +271,7 @@ class Ranks:
                     raise (ModelError if answer.is_expected else EngineDied)(f"rank {rank}: {answer.reason}")
                 if not isinstance(answer, Loaded):
                     raise EngineDied(f"rank {rank} answered {type(answer).__name__}")
-                self._digests[rank] = answer.weights_digest
+                self.loaded[rank] = answer
 
     def _watch(self) -> None:
         ranks = {connection: rank for rank, connection in self._connections.items()}
@@ -278,23 +290,10 @@ class Ranks:
 
     def _why(self, rank: int) -> str:
         """Its last words if it has said some, else how its process has ended."""
-        try:
-            while self._connections[rank].poll():
-                if isinstance(said := receive(self._connections[rank]), Failed):
-                    return f"rank {rank} has failed: {said.reason}"
-        except (EOFError, OSError):
-            pass
-        except Exception as error:
-            return f"rank {rank} has said what can't be read: {error!r}"
-        return self._how_it_died(rank)
+        words = last_words(self._connections[rank])
+        return self._how_it_died(rank) if words is None else f"rank {rank} {words}"
 
     def _how_it_died(self, rank: int) -> str:
         ended = self._processes[rank].how_it_ended(_END_SECONDS) or "its connection closed"
-        return f"rank {rank} (process {self._pids[rank]}) has died: {ended}"
-
-
-def _limit_sending(connection: "Connection[Any, Any]", seconds: float) -> None:
-    """A send that gets nothing away for so long raises BlockingIOError."""
-    limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
-    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        name = self.machines.names[rank]
+        return f"rank {rank} (process {self._pids[rank]}{name and f' on {name}'}) has died: {ended}"

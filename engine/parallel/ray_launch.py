@@ -1,4 +1,4 @@
-"""Ranks as actors of a Ray cluster, all on this machine: they share the KV pool's memory with rank 0."""
+"""Ranks as actors of a Ray cluster, on this node, where they share the KV pool's memory with rank 0, or on others."""
 
 import logging
 import os
@@ -10,6 +10,8 @@ from typing import Any
 from engine.model_config import ModelError
 from engine.parallel.launch import Arrival
 from engine.parallel.named_socket import RankListener
+from engine.parallel.network import NetworkListener
+from engine.parallel.ray_placement import Placement, place
 
 _RAY_VERSION = (2, 60)
 _LOOPBACK = "127.0.0.1"
@@ -47,18 +49,22 @@ class RayActor:
 class RayActors:
     """The launcher `ray`: joins the cluster at $RAY_ADDRESS, else starts one for this process, on loopback alone.
 
-    Raises ModelError without Ray, if what it starts would be open to others, or if this machine's node has fewer CPUs
-    than actors.
+    Raises ModelError without Ray, if what it starts would be open to others, or if the nodes have fewer CPUs than there
+    are actors.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, num_weight_bytes: int) -> None:
         self._ray = _import_ray()
         self._listener = RankListener()
+        self._remote_listener: NetworkListener | None = None
+        self._placement: Placement | None = None
         self._has_started = not self._ray.is_initialized()
         try:
             if self._has_started:
                 self._init(size)
-            self._node = self._find_node(size)
+            self._placement = place(self._ray, size, num_weight_bytes)
+            if any(self._placement.machines):
+                self._remote_listener = NetworkListener(self._placement.host)
         except BaseException:
             self.close()
             raise
@@ -86,29 +92,41 @@ class RayActors:
         if os.environ.get(_MODE) != "token":
             raise ModelError("distributed_executor_backend = ray: Ray has started a cluster without authentication")
 
-    def _find_node(self, size: int) -> str:
-        node_id: str = self._ray.get_runtime_context().get_node_id()
-        num_cpus = next(node["Resources"].get("CPU", 0) for node in self._ray.nodes() if node["NodeID"] == node_id)
-        if num_cpus < size - 1:
-            raise ModelError(
-                f"distributed_executor_backend = ray: tensor_parallel_size = {size} needs {size - 1} actors on this "
-                f"machine, whose node has {num_cpus:g} CPUs; ranks on other machines are not supported yet"
-            )
-        return node_id
+    @property
+    def host(self) -> str:
+        return self._placed.host
+
+    @property
+    def _placed(self) -> Placement:
+        if self._placement is None:
+            raise ValueError("the launcher is closed")
+        return self._placement
+
+    def machine(self, rank: int) -> str:
+        return self._placed.machines[rank - 1]
 
     def start(self, rank: int) -> RayActor:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        here = NodeAffinitySchedulingStrategy(node_id=self._node, soft=False)
-        actor = self._ray.remote(_Rank).options(num_cpus=1, max_restarts=0, scheduling_strategy=here).remote()
-        return RayActor(self._ray, actor, actor.run.remote(self._listener.address, self._listener.token, rank))
+        listener = self._remote_listener if self.machine(rank) else self._listener
+        if listener is None:
+            raise ValueError("nobody listens for ranks on other machines")
+        options = {"num_cpus": 1, "max_restarts": 0, "scheduling_strategy": self._placed.strategy(rank)}
+        actor = self._ray.remote(_Rank).options(**options).remote()
+        return RayActor(self._ray, actor, actor.run.remote(listener.address, listener.token, rank))
 
     def accept(self, timeout: float) -> Arrival | None:
-        return self._listener.accept(timeout)
+        if self._remote_listener is None:
+            return self._listener.accept(timeout)
+        return self._listener.accept(timeout / 2) or self._remote_listener.accept(timeout / 2)
 
     def close(self) -> None:
         """Ends the cluster if it was started here."""
         self._listener.close()
+        if self._remote_listener is not None:
+            self._remote_listener.close()
+        if self._placement is not None:
+            with suppress(Exception):  # the cluster may be dead
+                self._placement.close()
+            self._placement = None
         if self._has_started and self._ray.is_initialized():
             self._ray.shutdown()
 
@@ -149,8 +167,13 @@ def _one_node() -> Iterator[None]:
 class _Rank:
     """Runs in the actor's process."""
 
-    def run(self, address: str, token: bytes, rank: int) -> None:
+    def run(self, address: "str | tuple[str, int]", token: bytes, rank: int) -> None:
+        """Serves rank 0, which listens at a socket of this machine or at a (host, port)."""
         from engine.parallel.named_socket import connect_rank
+        from engine.parallel.network import connect_over_network
         from engine.parallel.rank import run_rank
 
-        run_rank(connect_rank(address, token, rank), rank)
+        if isinstance(address, str):
+            run_rank(connect_rank(address, token, rank), rank)
+        else:
+            run_rank(connect_over_network(address, token, rank), rank)

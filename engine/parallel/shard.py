@@ -5,6 +5,8 @@ o, down                columns: what its heads, its part give   (row-parallel: t
 embedding, head        rows: a range of the vocabulary
 norms, a MoE's router  all of it, on every rank
 
+Of latent attention the latents (q_a, kv_a) are whole on every rank; what is made of them (q_b, kv_b) is cut by heads.
+
 With more ranks than kv heads several ranks have the same kv head.
 """
 
@@ -15,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-_ROWS = frozenset({"q_proj", "gate_proj", "up_proj"})
+_ROWS = frozenset({"q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"})
 _KV = frozenset({"k_proj", "v_proj"})
 _COLUMNS = frozenset({"o_proj", "down_proj"})
 _VOCABULARY = frozenset({"embed_tokens", "lm_head"})

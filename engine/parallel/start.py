@@ -1,6 +1,6 @@
 """Starts the other ranks of an engine, if its options ask for several."""
 
-import os
+from pathlib import Path
 
 from engine.parallel.config import check_parallel
 from engine.parallel.launch import ChildProcesses, Launcher
@@ -13,13 +13,7 @@ def start_ranks(options: EngineOptions) -> Ranks | None:
     if options.tensor_parallel_size == 1:
         return None
     check_parallel(options)
-    return Ranks(options, _launcher(options), share_of_threads(options))
-
-
-def share_of_threads(options: EngineOptions) -> int:
-    """A rank's part of `cpu_threads`, or of the CPUs that this process may use; at least one."""
-    threads = options.cpu_threads or len(os.sched_getaffinity(0))
-    return max(1, threads // options.tensor_parallel_size)
+    return Ranks(options, _launcher(options))
 
 
 def _launcher(options: EngineOptions) -> Launcher:
@@ -27,4 +21,10 @@ def _launcher(options: EngineOptions) -> Launcher:
         return ChildProcesses()
     from engine.parallel.ray_launch import RayActors
 
-    return RayActors(options.tensor_parallel_size)
+    return RayActors(options.tensor_parallel_size, _num_weight_bytes(Path(options.model)))
+
+
+def _num_weight_bytes(model: Path) -> int:
+    """Of all files of a model, as they are stored."""
+    files = [model] if model.is_file() else model.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)

@@ -96,7 +96,7 @@ def _changes(before: Sequence[Table], rows: Sequence[Table]) -> TableChanges:
             by_last.setdefault(block, []).append(number)
     told, new = [], []
     for number, row in enumerate(rows):
-        first = _repeated(row)
+        first = num_repeated(row)
         source, kept = -1, first
         for candidate in _candidates(number, row, before, by_last):
             same = _num_same(before[candidate], row, first)
@@ -124,7 +124,7 @@ def _candidates(number: int, row: Table, before: Sequence[Table], by_last: dict[
 _MOST_CANDIDATES = 8
 
 
-def _repeated(row: Table) -> int:
+def num_repeated(row: Table) -> int:
     """How many entries at the beginning stand for nothing: they repeat the one after them."""
     if len(row) < 2 or row[0] != row[1]:
         return 0

@@ -36,7 +36,7 @@ def build_tiers(options: EngineOptions, memory: KvMemory, cache: KvCache, numeri
     store = None
     if options.kv_store_url is not None and options.kv_store_size is not None:
         store = _store(options.kv_store_url, options.kv_store_size, memory, cache, numerics_class)
-    return KvTiers(cache, memory.buffer, tiers, store) if tiers or store else None
+    return KvTiers(cache, memory.io, tiers, store) if tiers or store else None
 
 
 def _host_slots(num_bytes: int, memory: KvMemory) -> HostSlots:

@@ -21,7 +21,8 @@ from kvstore.hashing import KEY_BYTES
 from kvstore.tier_block import OWNER_BYTES, TierBlock
 
 KV_VERSION = 3
-"""Raised with each change of a kernel or model after which tokens have other values: what is stored is not used."""
+"""Raised with each change of a kernel or model after which tokens have other values. It is in the root of all block
+keys: no KV that the code before has computed is used, be it stored or another worker's."""
 FILE_HEADER_BYTES = 4096
 NO_RECORD = bytes(8)
 _FILE_MAGIC, _RECORD_MAGIC = b"PWKVTIER", b"PWKVBLCK"
@@ -37,7 +38,7 @@ def fingerprint(root: bytes, layout_id: str, numerics_class: str, torch_version:
 
     Torch's version is none of it where the native kernels compute all that matters.
     """
-    digest = hashlib.sha256(b"pw-tier-3" + struct.pack("<I", KV_VERSION))
+    digest = hashlib.sha256(b"pw-tier-4")
     torch_part = "" if "/native/" in numerics_class else torch_version
     for part in (root, layout_id.encode(), numerics_class.encode(), torch_part.encode()):
         digest.update(struct.pack("<I", len(part)) + part)

@@ -14,16 +14,18 @@ from engine.tiers.eviction import SlowerTier, cost_of
 from engine.tiers.load import Source, TierLoad
 from engine.tiers.load_costs import PREFILL_PRIOR, PRIORS, LoadCosts, best_load
 from engine.tiers.load_plan import LoadPlan, LoadPlanner
+from engine.tiers.load_taken import Taken
 from engine.tiers.store_erase import Doomed
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.store_tier import StoreTier
-from engine.tiers.tier import Bytes, Tier, TierName
+from engine.tiers.tier import Tier, TierName
 from engine.tiers.write_back import WriteBack
+from engine.transfer.block_io import BlockIo
 from kvstore.block_store import BlockStore
 from kvstore.events import CacheEvent
 from kvstore.events import Tier as TierOfIndex
 from kvstore.tier_block import Entry
-from kvstore.tier_chain import Place, TierChain
+from kvstore.tier_chain import TierChain
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ _CLOSE_SECONDS = 60.0
 
 
 class KvTiers:
-    """`tiers` from fast to slow, below the pool whose bytes are `buffer` [num_blocks, block_bytes]; below them `store`,
+    """`tiers` from fast to slow, below the pool of these `blocks`; below them `store`,
     with the form of its values, which is the fleet's and not in the index. Thread-safe.
 
     `load_ended` is called, on a thread of the tiers, after a load has ended; set it before the first load.
@@ -44,7 +46,7 @@ class KvTiers:
     def __init__(
         self,
         cache: KvCache,
-        buffer: Bytes,
+        blocks: BlockIo,
         tiers: Sequence[Tier],
         store: tuple[BlockStore, StoreFormat] | None = None,
     ) -> None:
@@ -55,19 +57,19 @@ class KvTiers:
         self.num_declined: dict[TierName, int] = {tier.name: 0 for tier in self.tiers}
         self.chain = TierChain(cache.groups)
         self.prefill = Rate(PREFILL_PRIOR, 0.1)
-        size, num_bytes = cache.block_size, int(buffer.shape[1])
+        size, num_bytes = cache.block_size, blocks.block_bytes
         self.costs = {tier.name: LoadCosts(size, num_bytes, PRIORS[tier.name], self.prefill) for tier in self.tiers}
         self._cache = cache
-        self._buffer = buffer
+        self._blocks = blocks
         self._loaders = ThreadPoolExecutor(_NUM_LOADERS, thread_name_prefix="tier-load")
         self._idle = threading.Condition()
         self._num_loads = 0
         above: Sequence[Tier | None] = (None, *self.tiers)
         self._writers = [
-            WriteBack(tier, self.chain, cache, buffer, upper, lambda: self.tier_changed())
+            WriteBack(tier, self.chain, cache, blocks, upper, lambda: self.tier_changed())
             for tier, upper in zip(self.tiers, above, strict=False)
         ]
-        self.store = None if store is None else StoreTier(*store, cache, buffer, lambda: self.tier_changed())
+        self.store = None if store is None else StoreTier(*store, cache, blocks, lambda: self.tier_changed())
         if self.store is not None:
             self.store.costs.prefill = self.prefill
         self._price()
@@ -102,27 +104,27 @@ class KvTiers:
         groups, what there is without a gap.
         """
         plan = self._choose(LoadPlanner(self._cache, self.tiers, self.chain, keys), starts, as_runs, max_blocks, always)
-        sources, places, held = self._take(plan, keys, token_ids)
-        begin = self._num_local(plan, starts, len(places))
-        rest = self._rest(keys, token_ids, begin, held) if ask_store else []
-        num_blocks = len(places) + len(rest) + (self.chain.num_windows(len(keys)) if rest else 0)
+        taken = Taken(self._cache, self.tiers, self.chain, keys, token_ids)
+        taken.take(plan)
+        begin = taken.end(plan, max(starts))
+        room = None if max_blocks is None else max_blocks - len(taken.places) - self.chain.num_windows(len(keys))
+        rest = taken.rest(begin, room, self.store.wants) if ask_store and self.store is not None else []
+        num_blocks = len(taken.places) + len(rest) + (self.chain.num_windows(len(keys)) if rest else 0)
         block_ids = self._cache.allocate(num_blocks) if num_blocks else None
         if block_ids is None:
-            for source in sources:
-                source.release()
-            self._cache.release(list(held.values()))
+            taken.give_back()
             return None
         load = TierLoad(
             self._cache,
-            sources,
+            taken.sources,
             block_ids,
             rest,
             rest_start=begin,
             keys=keys,
             token_ids=token_ids,
             chain=self.chain,
-            places=places,
-            held=held,
+            places=taken.places,
+            held=taken.held,
             depth=0 if plan is None else plan.depth,
         )
         with self._idle:
@@ -146,67 +148,10 @@ class KvTiers:
             self.num_declined[tier.name] += max(0, plans[-1].counts[i] - num_kept)
         return chosen
 
-    def _num_local(self, plan: LoadPlan | None, starts: Sequence[int], num_taken: int) -> int:
-        """Number of the block where the store would have to go on."""
-        if plan is None or self.chain.is_plain:
-            return max(starts) + num_taken
-        return plan.depth if num_taken == sum(plan.counts) else max(starts)
-
-    def _rest(self, keys: Sequence[bytes], token_ids: Sequence[int], begin: int, held: dict[Place, int]) -> list[Place]:
-        """The full groups' blocks from there on that the device lacks, if the store is to be asked for them.
-
-        Those that it has are `held` then: evicted meanwhile, they would leave a gap before what the store brings.
-        """
-        if self.store is None or begin >= len(keys):
-            return []
-        wanted = self.chain.prefix(begin, len(keys))
-        rest = wanted
-        if not self.chain.is_plain:
-            rest = [place for place in wanted if not self._cache.is_cached(keys[place.number], place.group)]
-        num_loaded = len(rest) + self.chain.num_windows(len(keys))
-        if not self.store.wants(len(keys) - begin, num_loaded):
-            return []
-        if not rest or self.chain.is_plain:
-            return rest
-        size, lacking, rest = self._cache.block_size, set(rest), []
-        for place in wanted:
-            tokens = tuple(token_ids[place.number * size : (place.number + 1) * size])
-            block_id = None if place in lacking else self._cache.take(keys[place.number], place.group, tokens)
-            if block_id is None:
-                rest.append(place)
-            else:
-                held[place] = block_id
-        return rest
-
-    def _take(
-        self, plan: LoadPlan | None, keys: Sequence[bytes], token_ids: Sequence[int]
-    ) -> tuple[list[Source], list[Place], dict[Place, int]]:
-        """Holds what is to be loaded, and what the device has of it. Of other tokens nothing is used, nor what another
-        thread has taken since: then it is less, and the hit shorter."""
-        sources: list[Source] = []
-        places: list[Place] = []
-        held: dict[Place, int] = {}
-        for place, at in () if plan is None else plan.places:
-            number, group = place
-            tokens = tuple(token_ids[number * self._cache.block_size : (number + 1) * self._cache.block_size])
-            if at is None:
-                block_id = self._cache.take(keys[number], group, tokens)
-                if block_id is None:
-                    break
-                held[place] = block_id
-                continue
-            tier = self.tiers[at]
-            entry = tier.take(self.chain.name(keys[number], group), tokens)
-            if entry is None:
-                break
-            sources.append(Source(tier, entry))
-            places.append(place)
-        return sources, places, held
-
     def _run(self, load: TierLoad) -> None:
         goes_on = False
         try:
-            goes_on = load.run(self._buffer, self._discard)
+            goes_on = load.run(self._blocks, self._discard)
         except Exception:  # a bug: what was not loaded is computed
             logger.exception("a load from the tiers failed")
         self._observe(load)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from engine.kv_cache import KvCache
 from engine.tiers.tier import Bytes, Tier
+from engine.transfer.block_io import BlockIo
 from engine.transfer.checksum import checksum
 from kvstore.block_store import BlockName
 from kvstore.kv_groups import HeldBlocks
@@ -219,15 +220,17 @@ class TierLoad:
                 return
         self.give_back()
 
-    def run(self, buffer: Bytes, failed: Callable[[Source], None]) -> bool:
-        """Reads every block of `sources` into its row of `buffer` and verifies it, up to the first that is not right.
+    def run(self, blocks: BlockIo, failed: Callable[[Source], None]) -> bool:
+        """Reads every block of `sources` into its block of the pool and verifies it, up to the first that is not right.
 
         True if the store is to go on.
         """
         for source, block_id in zip(self._sources, self.block_ids, strict=False):
             if self._is_abandoned:
                 return False
-            if not self._read(source, buffer[block_id]):
+            with blocks.writing([block_id]) as rows:
+                is_right = self._read(source, rows[0])
+            if not is_right:
                 failed(source)
                 return False
             self.num_loaded += 1

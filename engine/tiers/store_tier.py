@@ -22,7 +22,7 @@ from engine.tiers.store_access import StoreAccess, TooSlow
 from engine.tiers.store_erase import Doomed, erase
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.store_writer import StoreWriter
-from engine.tiers.tier import Bytes
+from engine.transfer.block_io import BlockIo
 from kvstore.background import end_tasks
 from kvstore.block_store import BlockStore, StoreError
 from kvstore.tier_chain import Place, TierChain
@@ -49,14 +49,14 @@ class StoreSettings:
 
 
 class StoreTier:
-    """Below the pool whose bytes are `buffer` [num_blocks, block_bytes]. `note`, `note_use`, `wants`, `start` and
+    """Below the pool of these `blocks`. `note`, `note_use`, `wants`, `start` and
     `counts` are for any thread; `erase`, `quiesce` and `close` for one that may wait.
 
     `changed` is called, on the store's thread, after something has been written. `settings` may be replaced.
     """
 
     def __init__(
-        self, store: BlockStore, form: StoreFormat, cache: KvCache, buffer: Bytes, changed: Callable[[], None]
+        self, store: BlockStore, form: StoreFormat, cache: KvCache, blocks: BlockIo, changed: Callable[[], None]
     ) -> None:
         self.settings = StoreSettings()
         self.costs = LoadCosts(form.block_size, form.value_bytes, PRIORS["store"])
@@ -64,10 +64,10 @@ class StoreTier:
         self.num_declined = 0
         self._access = StoreAccess(store)
         self._form = form
-        self._buffer = buffer
+        self._blocks = blocks
         self._loop = asyncio.new_event_loop()
         self._turns = asyncio.Semaphore(_MAX_LOADS)
-        self._writer = StoreWriter(self._access, form, TierChain(cache.groups), cache, buffer, self._loop, changed)
+        self._writer = StoreWriter(self._access, form, TierChain(cache.groups), cache, blocks, self._loop, changed)
         self._thread = threading.Thread(target=self._loop.run_forever, name="tier-store", daemon=True)
         self._thread.start()
         self._writing = self._submit(self._writer.run())
@@ -206,8 +206,8 @@ class StoreTier:
         for place, name, value in zip(places, names, values, strict=True):
             if value is None:  # evicted in this moment
                 return False
-            target = self._buffer[load.block_ids[load.num_loaded]]
-            wrong = self._form.copy(value, name.key, load.token_ids_of(place), target)
+            with self._blocks.writing([load.block_ids[load.num_loaded]]) as rows:
+                wrong = self._form.copy(value, name.key, load.token_ids_of(place), rows[0])
             if wrong:
                 self.num_corrupt += 1
                 logger.error("tier store: block %s is corrupt: %s", name.key.hex()[:16], wrong)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from engine.kv_cache import KvCache
 from engine.tiers.store_access import StoreAccess
 from engine.tiers.store_format import StoreFormat
-from engine.tiers.tier import Bytes
+from engine.transfer.block_io import BlockIo
 from kvstore.block_store import BlockName, StoreError
 from kvstore.tier_block import TierBlock, owner_of
 from kvstore.tier_chain import TierChain
@@ -64,7 +64,7 @@ class StoreWriter:
         form: StoreFormat,
         chain: TierChain,
         cache: KvCache,
-        buffer: Bytes,
+        blocks: BlockIo,
         loop: asyncio.AbstractEventLoop,
         changed: Callable[[], None],
     ) -> None:
@@ -79,7 +79,7 @@ class StoreWriter:
         self._form = form
         self._chain = chain
         self._cache = cache
-        self._buffer = buffer
+        self._blocks = blocks
         self._loop = loop
         self._changed = changed
         self._lock = threading.Condition()
@@ -242,7 +242,8 @@ class StoreWriter:
         parent = self._chain.parent(key, cached.block.parent, group)
         owner = owner_of(cached.block.cache_salt)
         block = TierBlock(wanted.name.key, parent, cached.block.token_ids, owner, group)
-        value = self._form.encode(block, self._buffer[cached.block_id])
+        with self._blocks.reading([cached.block_id]) as rows:
+            value = self._form.encode(block, rows[0])
         return value if self._cache.locate(key, group) == cached else None
 
 

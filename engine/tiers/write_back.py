@@ -20,6 +20,7 @@ import numpy as np
 
 from engine.kv_cache import KvCache
 from engine.tiers.tier import Bytes, Tier
+from engine.transfer.block_io import BlockIo
 from engine.transfer.checksum import checksum as checksum_of
 from kvstore.tier_block import Entry, TierBlock, owner_of
 from kvstore.tier_chain import TierChain
@@ -34,7 +35,7 @@ _MAX_PARKED = 1 << 14
 
 
 class WriteBack:
-    """Fills `tier` from the pool's blocks, `buffer` [num_blocks, block_bytes], and from the tier above it.
+    """Fills `tier` from the pool's blocks and from the tier above it.
 
     `changed` is called after each change of the tier, on the writer thread.
     """
@@ -44,7 +45,7 @@ class WriteBack:
         tier: Tier,
         chain: TierChain,
         cache: KvCache,
-        buffer: Bytes,
+        blocks: BlockIo,
         above: Tier | None,
         changed: Callable[[], None],
     ) -> None:
@@ -56,7 +57,7 @@ class WriteBack:
         self._parked: OrderedDict[bytes, list[tuple[bytes, int]]] = OrderedDict()  # by what they hang on
         self._num_parked = 0
         self._cache = cache
-        self._buffer = buffer
+        self._blocks = blocks
         self._above = above
         self._changed = changed
         self._logged_at = float("-inf")
@@ -179,11 +180,12 @@ class WriteBack:
         if self._has_to_wait(parent, key, group):
             return False
         block = TierBlock(name, parent, cached.block.token_ids, owner_of(cached.block.cache_salt), group)
-        return self._write(block, self._buffer[cached.block_id], lambda: self._cache.locate(key, group) == cached)
+        with self._blocks.reading([cached.block_id]) as rows:
+            return self._write(block, rows[0], lambda: self._cache.locate(key, group) == cached)
 
     def _store_entry(self, above: Tier, entry: Entry) -> bool:
         """From the tier above, which holds still."""
-        copy = np.empty_like(self._buffer[0])
+        copy = np.empty(self._blocks.block_bytes, np.uint8)
         above.slots.read(entry, copy)
         return self._write(entry.block, copy, lambda: checksum_of(copy.data) == entry.checksum)
 

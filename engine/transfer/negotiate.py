@@ -1,7 +1,9 @@
 """Which planes may be used, in which order, and finding out by trying which one works."""
 
 import logging
-from collections.abc import Sequence
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,26 +13,32 @@ from engine.transfer.plane import BlockReceiver, Plane, PlaneUnavailable, Shared
 from engine.transfer.shm_map import MapReceiver
 from engine.transfer.shm_ring import RingReceiver
 from engine.transfer.shm_vm import VmReceiver
+from engine.transfer.tcp_read import TcpReceiver
 
 logger = logging.getLogger(__name__)
 
-KvTransfer = Literal["auto", "shm", "grpc", "nixl", "shm_vm", "shm_map", "shm_ring"]
+KvTransfer = Literal["auto", "shm", "tcp", "grpc", "nixl", "shm_vm", "shm_map", "shm_ring"]
 
 _SHM = (Plane.SHM_MAP, Plane.SHM_VM, Plane.SHM_RING)
 _WANTED: dict[str, tuple[Plane, ...]] = {
-    "auto": (*_SHM, Plane.GRPC),
+    "auto": (*_SHM, Plane.TCP, Plane.GRPC),
     "shm": _SHM,
+    "tcp": (Plane.TCP, Plane.GRPC),
     "grpc": (Plane.GRPC,),
-    "nixl": (Plane.NIXL, Plane.GRPC),
+    "nixl": (Plane.NIXL, Plane.TCP, Plane.GRPC),
     "shm_vm": (Plane.SHM_VM,),
     "shm_map": (Plane.SHM_MAP,),
     "shm_ring": (Plane.SHM_RING,),
 }
 
 
-def wanted_planes(kv_transfer: KvTransfer) -> tuple[Plane, ...]:
-    """Planes that `--kv-transfer` allows, best first."""
-    return _WANTED[kv_transfer]
+def wanted_planes(kv_transfer: KvTransfer, *, in_device_memory: bool = False) -> tuple[Plane, ...]:
+    """Planes that `--kv-transfer` allows, best first.
+
+    Not NIXL to a pool in device memory: a READ that was given up may land later, in staging that others have by then.
+    """
+    planes = _WANTED[kv_transfer]
+    return tuple(plane for plane in planes if plane is not Plane.NIXL) if in_device_memory else planes
 
 
 def common_planes(
@@ -48,20 +56,31 @@ def boot_id() -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What this worker reaches one sender with: its NIXL agent, the sender's host, TLS if they speak it."""
+
+    agent: NixlAgent | None = None
+    host: str = "127.0.0.1"
+    tls: Callable[[], ssl.SSLContext] | None = None
+
+
 def open_receiver(
-    planes: Sequence[Plane], info: SharedPoolInfo, block_bytes: int, agent: NixlAgent | None = None
+    planes: Sequence[Plane], info: SharedPoolInfo, block_bytes: int, means: Means | None = None
 ) -> BlockReceiver | None:
     """The first plane that works; None means the bytes come in the Pull stream (gRPC).
 
     Raises PlaneUnavailable with every reason if none works. Blocks for up to two seconds per plane.
     """
-    reasons = []
+    means, reasons = means or Means(), []
     for plane in planes:
         try:
             if plane is Plane.GRPC:
                 return None
             if plane is Plane.NIXL:
-                return NixlReceiver(info, block_bytes, _present(agent))
+                return NixlReceiver(info, block_bytes, _present(means.agent))
+            if plane is Plane.TCP:
+                return TcpReceiver(info, block_bytes, means.host, means.tls)
             if plane is Plane.SHM_VM:
                 return VmReceiver(info, block_bytes)
             if plane is Plane.SHM_MAP:

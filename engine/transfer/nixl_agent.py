@@ -7,7 +7,7 @@ agent removed. So a pending read keeps its handle, its agent and (see `Landing`)
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 READ_SECONDS = 10.0
 ROW_WORDS = 512
 _NUM_ROWS = 32
-_FIRST_PAUSE, _LAST_PAUSE = 20e-6, 1e-3
+_LEAST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
+_PAUSE_SHARE = 1 / 32  # of the time that a read has taken: so much longer it takes, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,10 @@ class NixlAgent:
         landing: Landing,
         seconds: float = READ_SECONDS,
         stop: Landing | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copies each source of the peer into the target of the same size. Raises PlaneUnavailable.
+        """Copies each source of the peer into the target of the same size, and calls `meanwhile` on the way. Raises
+        PlaneUnavailable.
 
         It ends early when `stop` (else `landing`) is stopped. Whenever it raises, `landing` says when the targets are
         free. A peer that takes too long is not read from again over this connection.
@@ -132,7 +135,9 @@ class NixlAgent:
         if stop.is_stopped:
             raise PlaneUnavailable(f"a read from NIXL agent {remote.name} was stopped")
         read = self._post(remote, targets, sources)
-        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        meanwhile()
+        began = time.monotonic()
+        deadline = began + seconds
         while not read.is_over():
             is_late = time.monotonic() > deadline
             if is_late or stop.is_stopped or read.error is not None:
@@ -142,17 +147,22 @@ class NixlAgent:
                 raise PlaneUnavailable(
                     f"a read from NIXL agent {remote.name} {f'failed: {read.error}' if read.error else reason}"
                 )
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LAST_PAUSE)
+            time.sleep(min(max(_LEAST_PAUSE, (time.monotonic() - began) * _PAUSE_SHARE), _LONGEST_PAUSE))
         if read.error is not None:
             raise PlaneUnavailable(f"a read from NIXL agent {remote.name} failed: {read.error}")
 
     def read_words(
-        self, remote: Remote, sources: Sequence[Region], seconds: float = READ_SECONDS, stop: Landing | None = None
+        self,
+        remote: Remote,
+        sources: Sequence[Region],
+        seconds: float = READ_SECONDS,
+        stop: Landing | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> NDArray[np.uint64]:
         """The u64 words of the sources, one after another, `ROW_WORDS` at most. Raises PlaneUnavailable.
 
-        It ends early when `stop` is stopped; where the words would have landed is not the caller's concern.
+        It ends early when `stop` is stopped; where the words would have landed is not the caller's concern. `meanwhile`
+        as for `read`.
         """
         self._sweep()
         try:
@@ -164,7 +174,7 @@ class NixlAgent:
             targets.append(Region(row.ctypes.data + position, source.num_bytes))
             position += source.num_bytes
         try:
-            self.read(remote, targets, sources, landing, seconds, stop)
+            self.read(remote, targets, sources, landing, seconds, stop, meanwhile)
             words: NDArray[np.uint64] = row[: position // 8].copy()
             return words
         finally:

@@ -1,19 +1,20 @@
 """Plane NIXL, receiver: one-sided READs of the sender's pool, straight into this worker's blocks.
 
-    read the blocks → read their generations → generations as in the manifest? → checksums of the copies?
+    read the blocks → read their generations, make checksums meanwhile → generations as in the manifest? → checksums?
 
 Generations only grow, so the one read after the bytes says what the one before would have said. A READ that lands
 after the lease has ended finds another generation or, at the latest, another checksum.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from engine.transfer.checksum import checksum_at
 from engine.transfer.landing import Landing
 from engine.transfer.nixl_agent import ROW_WORDS, NixlAgent, Region
-from engine.transfer.plane import Plane, PlaneUnavailable, RemoteBlock, SharedPoolInfo
-from engine.transfer.shm_vm import check_generations, check_slots, verify_copies
+from engine.transfer.plane import BLOCKS_PER_READ, Plane, PlaneUnavailable, RemoteBlock, SharedPoolInfo
+from engine.transfer.shm_vm import check_checksums, check_generations, check_slots
 
-BLOCKS_PER_READ = 64
 _HELLO_SECONDS = 2.0
 
 
@@ -45,8 +46,10 @@ class NixlReceiver:
         for start in range(0, len(blocks), BLOCKS_PER_READ):
             some, here = blocks[start : start + BLOCKS_PER_READ], addresses[start : start + BLOCKS_PER_READ]
             self._copy(some, here, landing)
-            check_generations(some, self._generations([block.slot for block in some], landing))
-            verify_copies(some, here, self._block_bytes)
+            digests: list[int] = []
+            make_digests = partial(self._make_digests, here, digests)
+            check_generations(some, self._generations([block.slot for block in some], landing, make_digests))
+            check_checksums(some, digests)
 
     def close(self) -> None:
         """The connection goes with its last user and its last read."""
@@ -63,15 +66,18 @@ class NixlReceiver:
             sources.append(Region(self._info.pool_address + blocks[begin].slot * size, num_bytes))
         self._agent.read(self._remote, targets, sources, landing)
 
-    def _generations(self, slots: Sequence[int], stop: Landing) -> list[int]:
+    def _make_digests(self, addresses: Sequence[int], digests: list[int]) -> None:
+        digests += [checksum_at(address, self._block_bytes) for address in addresses]
+
+    def _generations(self, slots: Sequence[int], stop: Landing, meanwhile: Callable[[], None]) -> list[int]:
         """Of each slot; in one piece if they lie near each other."""
         first, base = min(slots), self._info.generations_address
         if max(slots) - first < ROW_WORDS:
             piece = Region(base + first * 8, (max(slots) - first + 1) * 8)
-            words: list[int] = self._agent.read_words(self._remote, [piece], stop=stop).tolist()
+            words: list[int] = self._agent.read_words(self._remote, [piece], stop=stop, meanwhile=meanwhile).tolist()
             return [words[slot - first] for slot in slots]
         pieces = [Region(base + slot * 8, 8) for slot in slots]
-        found: list[int] = self._agent.read_words(self._remote, pieces, stop=stop).tolist()
+        found: list[int] = self._agent.read_words(self._remote, pieces, stop=stop, meanwhile=meanwhile).tolist()
         return found
 
 

@@ -1,7 +1,7 @@
 """What planes share: the memory they read, the blocks they move, the errors they raise, and the receiver's protocol."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.transfer.landing import Landing
+
+BLOCKS_PER_READ = 64  # of a plane that waits for the sender: what is asked for at a time
 
 
 class Plane(Enum):
@@ -19,6 +21,12 @@ class Plane(Enum):
     SHM_MAP = 3
     SHM_RING = 4
     NIXL = 5
+    TCP = 6
+
+    @property
+    def waits_for_sender(self) -> bool:
+        """A read over it takes as long as the sender lets it."""
+        return self in (Plane.NIXL, Plane.TCP)
 
 
 def plane_of(number: int) -> Plane | None:
@@ -39,7 +47,10 @@ class StaleBlock(Exception):
 
 
 class KvPool(Protocol):
-    """The memory of a worker's blocks, as `engine.memory.KvMemory` has it: [num_blocks, block_bytes] uint8."""
+    """The memory of a worker's blocks, as `engine.memory.KvMemory` has it: [num_blocks, block_bytes] uint8.
+
+    Of a pool in device memory `buffer` has no rows.
+    """
 
     @property
     def buffer(self) -> NDArray[np.uint8]: ...
@@ -67,6 +78,8 @@ class SharedPoolInfo:
     token: bytes
     token_address: int
     nixl_metadata: bytes = b""
+    tcp_port: int = 0
+    tcp_secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,11 @@ class BlockReceiver(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+def is_host_visible(pool: KvPool) -> bool:
+    """False for a pool in device memory: its blocks are read and written through a `BlockIo` alone."""
+    return len(pool.buffer) > 0
 
 
 def block_address(pool: KvPool, block_id: int) -> int:

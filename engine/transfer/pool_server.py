@@ -10,11 +10,13 @@ import socket
 import struct
 from contextlib import suppress
 
+from engine.transfer.block_io import Bytes
 from engine.transfer.nixl_agent import NixlAgent, Region
-from engine.transfer.plane import KvPool, Plane, PlaneUnavailable, SharedPoolInfo, block_bytes
+from engine.transfer.plane import KvPool, Plane, PlaneUnavailable, SharedPoolInfo, block_bytes, is_host_visible
 from engine.transfer.shm_map import ASK_POOL, ASK_RING, TOKEN_BYTES
 from engine.transfer.shm_ring import ACK, SendRing
 from engine.transfer.shm_vm import allow_readers
+from engine.transfer.tcp_server import TcpServer
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +43,9 @@ class RingLease:
         while not self._ring.num_free:
             await self._server.wait_for_slot()
 
-    def put(self, block_id: int) -> tuple[int, int]:
-        """Copies a block of the pool into a free slot; returns (slot, generation)."""
-        slot = self._ring.put(self._server.pool.buffer[block_id])
+    def put(self, block: Bytes) -> tuple[int, int]:
+        """Copies a block into a free slot; returns (slot, generation)."""
+        slot = self._ring.put(block)
         self._taken.add(slot)
         return slot
 
@@ -63,14 +65,16 @@ class RingLease:
 
 
 class PoolServer:
-    """Lets processes of the same user on the same host read this pool, and with `agent` those of other NIXL agents.
+    """Lets processes of the same user on the same host read this pool, with `agent` those of other NIXL agents, and
+    with `tcp` those that this worker's handshake lets in.
 
-    It owns the agent; `agent` is None without one that can read and share the pool. Lives on one event loop.
+    It owns both; `agent` is None without one that can read and share the pool. Lives on one event loop.
     """
 
-    def __init__(self, pool: KvPool, agent: NixlAgent | None = None) -> None:
+    def __init__(self, pool: KvPool, agent: NixlAgent | None = None, tcp: TcpServer | None = None) -> None:
         self.pool = pool
         self.agent = agent
+        self._tcp = tcp
         self._token = ctypes.create_string_buffer(secrets.token_bytes(TOKEN_BYTES), TOKEN_BYTES)
         if agent is not None:
             self._share(agent)
@@ -82,10 +86,16 @@ class PoolServer:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """Planes this sender can try, best first. Mapping needs a pool in a memfd."""
+        """Planes this sender can try, best first. Mapping needs a pool in a memfd.
+
+        A pool in device memory nobody else can read: what is copied out of it is sent, or put into the ring.
+        """
+        tcp = (Plane.TCP,) if self._tcp is not None else ()
+        if not is_host_visible(self.pool):
+            return (Plane.SHM_RING, *tcp, Plane.GRPC)
         mapped = (Plane.SHM_MAP,) if self.pool.fd is not None and self.pool.generations_fd is not None else ()
         nixl = (Plane.NIXL,) if self.agent is not None else ()
-        return (*mapped, Plane.SHM_VM, Plane.SHM_RING, *nixl, Plane.GRPC)
+        return (*mapped, Plane.SHM_VM, Plane.SHM_RING, *nixl, *tcp, Plane.GRPC)
 
     @property
     def info(self) -> SharedPoolInfo:
@@ -94,16 +104,20 @@ class PoolServer:
             pid=os.getpid(),
             pool_address=self.pool.address,
             generations_address=self.pool.generations_address,
-            pool_bytes=self.pool.buffer.nbytes,
+            pool_bytes=len(self.pool.generations) * block_bytes(self.pool),
             socket_name=self._name if self._listener is not None else "",
             token=self._token.raw,
             token_address=ctypes.addressof(self._token),
             nixl_metadata=b"" if self.agent is None else self.agent.metadata,
+            tcp_port=0 if self._tcp is None else self._tcp.port,
+            tcp_secret=b"" if self._tcp is None else self._tcp.secret,
         )
 
     def start(self) -> None:
-        """Opens the socket; needs a running event loop."""
+        """Opens the sockets; needs a running event loop. Raises BindError."""
         allow_readers()
+        if self._tcp is not None:
+            self._tcp.start()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind("\0" + self._name)
@@ -114,6 +128,8 @@ class PoolServer:
         """Ends every connection, frees the ring and closes the agent: nothing is read or written any more."""
         if self.agent is not None:
             self.agent.close()
+        if self._tcp is not None:
+            self._tcp.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

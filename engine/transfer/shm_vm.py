@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine.transfer.checksum import checksum_at
 from engine.transfer.landing import Landing
@@ -112,10 +112,14 @@ def check_generations(blocks: Sequence[RemoteBlock], found: Sequence[int]) -> No
 
 def verify_copies(blocks: Sequence[RemoteBlock], addresses: Sequence[int], num_bytes: int) -> None:
     """Raises CorruptBlock if a copy's checksum is not the sender's."""
-    for block, address in zip(blocks, addresses, strict=True):
-        found = checksum_at(address, num_bytes)
-        if found != block.checksum:
-            raise CorruptBlock(f"slot {block.slot} has checksum {found:016x}, the sender says {block.checksum:016x}")
+    check_checksums(blocks, (checksum_at(address, num_bytes) for address in addresses))
+
+
+def check_checksums(blocks: Sequence[RemoteBlock], found: Iterable[int]) -> None:
+    """The same, of checksums that were made already."""
+    for block, digest in zip(blocks, found, strict=True):
+        if block.checksum != digest:
+            raise CorruptBlock(f"slot {block.slot} has checksum {digest:016x}, the sender says {block.checksum:016x}")
 
 
 def _reason(pid: int) -> str:

@@ -11,7 +11,7 @@ MAX_TILE_ROWS = 64
 
 def kv_tile(head_dim: int, arch: int, *, fp8: bool) -> int:
     """KV tokens a step, the same in prefill: what its two accumulators leave registers for (bench/gpu/aot.csv)."""
-    if fp8 and head_dim > 128 and arch == 100:
+    if fp8 and head_dim > 64 and arch == 100:
         return 16
     return 64 if head_dim <= 64 and arch == 90 else 32
 

@@ -24,6 +24,8 @@ def attend_split(
     position,  # [M], the rows' absolute positions; -1 for padding, which sees nothing
     k_cache,  # of the tile's kv head
     v_cache,
+    k_scale,  # float32, a scale for each token, of an e4m3 cache
+    v_scale,
     table,  # the sequence's row of the block tables
     begin,  # first position of the split
     low,  # no row sees less than `low` ...
@@ -34,6 +36,7 @@ def attend_split(
     stride_k_slot,
     stride_v_block,
     stride_v_slot,
+    stride_scale_block,
     D: tl.constexpr,
     DP: tl.constexpr,  # D padded to a power of two
     M: tl.constexpr,
@@ -61,6 +64,9 @@ def attend_split(
         if FP8 > 0:
             k = from_e4m3(k, q.dtype, FP8 == 2)
         scores = tl.dot(q, k, input_precision="ieee") * scale
+        if FP8 > 0:
+            token_scale = block * stride_scale_block + slot
+            scores *= tl.load(k_scale + token_scale, mask=inside, other=0.0)[None, :]
         if CAPPED:
             # cap * tanh(s / cap), tanh(x) = 1 - 2 / (1 + exp(2x)); cap and s are in log2 units, exp(2x) = exp2(2.885 x)
             scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores / cap * 2.8853900817779268))
@@ -76,6 +82,7 @@ def attend_split(
         v = tl.load(v_cache + v_cell[:, None] + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0)
         if FP8 > 0:
             v = from_e4m3(v, q.dtype, FP8 == 2)
+            weights *= tl.load(v_scale + token_scale, mask=inside, other=0.0)[None, :]
         total = tl.dot(weights.to(v.dtype), v, total * shrink[:, None], input_precision="ieee")
         top = new_top
     return top, norm, total

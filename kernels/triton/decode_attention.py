@@ -5,7 +5,8 @@
     cu_seqlens          int32 [S + 1]: sequence s has rows cu_seqlens[s] : cu_seqlens[s + 1]; none is allowed (padding)
     kv_lens             int32 [S], these tokens included
     block_tables        int32 [S, B]
-    k_scale, v_scale    float32 [Hkv], of an e4m3 cache (`fp8`): what stands there times the head's scale is meant
+    k_scale, v_scale    float32 [num_blocks, Hkv, block_size], of an e4m3 cache (`fp8`): what stands there times the
+                        token's scale is meant
     out                 [T, Hq, D]
 
 Pass 1, one program per (sequence, kv head, split), writes each split's (top, norm, total) in float32; pass 2, one
@@ -46,6 +47,7 @@ def _split_kernel(
     part_total,  # float32 [T, Hq, splits, D]
     part_norm,  # float32 [2, T, Hq, splits]: norm, top
     k_scale,
+    v_scale,
     scale,
     cap,
     num_parts,  # T * Hq * splits
@@ -58,6 +60,8 @@ def _split_kernel(
     stride_v_block,
     stride_v_head,
     stride_v_slot,
+    stride_scale_block,
+    stride_scale_head,
     stride_table,
     num_heads,
     G: tl.constexpr,
@@ -90,13 +94,13 @@ def _split_kernel(
     low = earliest * 0
     if WINDOW > 0:
         low = tl.maximum(earliest - WINDOW + 1, 0)
-    if FP8 > 0:
-        scale = scale * tl.load(k_scale + kv_head)
     top, norm, total = attend_split(
         queries,
         tl.where(valid, earliest + token, -1),
         k_cache + kv_head.to(tl.int64) * stride_k_head,
         v_cache + kv_head.to(tl.int64) * stride_v_head,
+        k_scale + kv_head.to(tl.int64) * stride_scale_head,
+        v_scale + kv_head.to(tl.int64) * stride_scale_head,
         block_tables + sequence.to(tl.int64) * stride_table,
         begin,
         low,
@@ -107,6 +111,7 @@ def _split_kernel(
         stride_k_slot,
         stride_v_block,
         stride_v_slot,
+        stride_scale_block,
         D,
         DP,
         M,
@@ -131,18 +136,15 @@ def _merge_kernel(
     cu_seqlens,
     query_starts,
     kv_lens,
-    v_scale,
     num_parts,
     num_splits,
     stride_out_token,
     stride_out_head,
     num_heads,
-    G: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu_seqlens + sequence)
@@ -164,8 +166,6 @@ def _merge_kernel(
             split_total = tl.load(cell, mask=(dim < D)[None, :], other=0.0)
             top, norm, total = merge(top, norm, total, split_top, split_norm, split_total)
         result = total / norm[:, None]
-        if FP8 > 0:
-            result *= tl.load(v_scale + head // G)
         row = (tl.load(query_starts + sequence) + step).to(tl.int64)
         cell = out + row * stride_out_token + head * stride_out_head + dim
         tl.store(cell[None, :], result.to(out.dtype.element_ty), mask=(dim < D)[None, :])
@@ -230,6 +230,7 @@ def decode_attention(
         part_total,
         part_norm,
         kv_lens if k_scale is None else k_scale,
+        kv_lens if v_scale is None else v_scale,
         scale * LOG2_E,
         0.0 if cap is None else cap * LOG2_E,
         num_parts,
@@ -242,6 +243,8 @@ def decode_attention(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        0 if k_scale is None else k_scale.stride(0),
+        0 if k_scale is None else k_scale.stride(1),
         block_tables.stride(0),
         num_heads,
         G=num_heads // num_kv_heads,
@@ -265,18 +268,15 @@ def decode_attention(
         cu_seqlens,
         query_starts,
         kv_lens,
-        kv_lens if v_scale is None else v_scale,
         num_parts,
         num_splits,
         out.stride(0),
         out.stride(1),
         num_heads,
-        G=num_heads // num_kv_heads,
         D=head_dim,
         DP=padded_dim,
         SPLIT=split,
         WINDOW=window or 0,
-        FP8=fp8,
         num_warps=1,
         enable_fp_fusion=False,
     )

@@ -1,7 +1,7 @@
 """e4m3 on the device: 4 bits of exponent, 3 of mantissa, no infinities, largest 448; the bits of torch.float8_e4m3fn.
 
-A cache of these holds x / scale, with a float32 scale for each kv head of a layer, of K and of V. Scales are fixed when
-a model is loaded: one that followed a step's values would make a token depend on its neighbours.
+A cache of these holds x / scale, with a float32 scale for each token of each kv head of a layer, of K and of V
+(`kernels/kv_cells.py`, whose bytes these are): a scale of more than one token would make it depend on its neighbours.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 CACHE_DTYPE = torch.float8_e4m3fn
 MAX_E4M3 = tl.constexpr(448.0)
+LEAST_E4M3 = tl.constexpr(0.015625)
 
 
 @triton.jit
@@ -26,6 +27,27 @@ def to_e4m3(x):
     rounded = tl.where(x != x, 0x7F, rounded)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (rounded | sign).to(tl.uint8)
+
+
+@triton.jit
+def quantize_e4m3(first, second):
+    """float32 [T, C] twice, the halves of rows -> uint8 [T, C] twice, and float32 scales [T].
+
+    The scale is the row's largest size over 448; a row that isn't finite gets such a one. No subnormals.
+    """
+    largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+    odd = tl.max(((first != first) | (second != second)).to(tl.int32), 1) > 0
+    largest = tl.where(odd, float("nan"), largest)
+    limit = tl.zeros_like(largest) + MAX_E4M3
+    inverse = tl.where(largest == 0.0, 0.0, tl.div_rn(limit, tl.where(largest == 0.0, 1.0, largest)))
+    return _scaled(first, inverse), _scaled(second, inverse), tl.div_rn(largest, limit)
+
+
+@triton.jit
+def _scaled(x, inverse):
+    x = x * inverse[:, None]
+    x = tl.where(x != x, MAX_E4M3, x)
+    return to_e4m3(tl.where(tl.abs(x) < LEAST_E4M3, 0.0, x))
 
 
 @triton.jit
@@ -49,13 +71,15 @@ def has_conversion(arch: int) -> bool:
 def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
     """Whether the cache is e4m3. Raises ValueError when scales lack, don't fit, or are there without need."""
     is_fp8 = k_cache.dtype == CACHE_DTYPE
-    shape = (k_cache.shape[1],)
+    shape = tuple(k_cache.shape[:3])
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if is_fp8 and (scale is None or scale.shape != shape or scale.dtype != torch.float32):
             found = None if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
             raise ValueError(f"{name} of an e4m3 cache must be float32 {shape}, not {found}")
         if not is_fp8 and scale is not None:
             raise ValueError(f"{name} is for an e4m3 cache, not for {k_cache.dtype}")
+    if k_scale is not None and v_scale is not None and (k_scale.stride() != v_scale.stride() or k_scale.stride(2) != 1):
+        raise ValueError(f"strides of the scales: {k_scale.stride()} and {v_scale.stride()}")
     return is_fp8
 
 

@@ -3,11 +3,13 @@
 `enable` comes before the first import of triton. It repairs what triton 3.6 to 3.9 do with bfloat16, which numpy lacks
 and the interpreter keeps as uint16: `tl.dot` multiplied those bits as integers, and a float32 was cut off instead of
 rounded to nearest even, as the device does. And it makes `tl.dot` give the same bits for the same numbers. (With numpy
-2.4 and later the interpreter of 3.6 can't run a `range` over a loaded value; 3.9's can.)
+2.4 and later the interpreter of 3.6 can't run a `range` over a loaded value; 3.9's can.) Threads launch one
+after another: the interpreter has one grid position for all of them.
 """
 
 import os
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,22 @@ def enable() -> None:
             raise RuntimeError("triton was imported before its interpreter was enabled")
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton decorates a kernel
     _repair_bfloat16()
+    _serialize()
+
+
+def _serialize() -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    if getattr(GridExecutor, "serialized", False):
+        return
+    launch, turn = GridExecutor.__call__, threading.RLock()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with turn:
+            return launch(self, *args, **kwargs)
+
+    GridExecutor.__call__ = call
+    GridExecutor.serialized = True
 
 
 def _repair_bfloat16() -> None:

@@ -24,6 +24,7 @@ from kernels.triton import gated_activation, kv_write, rms_norm
 from kernels.triton.attention_shapes import decode_rows
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.device import device_arch
+from kernels.triton.fp8 import CACHE_DTYPE
 from kernels.triton.linear import linear
 from kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 
@@ -70,11 +71,11 @@ class TritonPlan:
         self._group_size = group_size
         self._step: StepAttention | None = None
 
-    def step(self, head_dim: int, device: torch.device) -> StepAttention:
+    def step(self, head_dim: int, device: torch.device, *, fp8: bool = False) -> StepAttention:
         if self._step is None:
             batch, arch = self._batch, device_arch(device)
             lens = [end - start for start, end in pairwise(batch.cu_seqlens)]
-            most = decode_rows(head_dim, arch) // self._group_size
+            most = decode_rows(head_dim, arch, fp8=fp8) // self._group_size
             short = [sequence for sequence, length in enumerate(lens) if length <= most]
             long = [sequence for sequence, length in enumerate(lens) if length > most]
             tiles = prefill_tiles(
@@ -83,6 +84,7 @@ class TritonPlan:
                 group_size=self._group_size,
                 head_dim=head_dim,
                 arch=arch,
+                fp8=fp8,
             )
             self._step = StepAttention(
                 _on_device(batch, short, device), _on_device(batch, long, device), tiles.to(device)
@@ -186,7 +188,6 @@ class TritonKernels:
 
         qkv [T, (Hq + 2 Hkv) D], rows of q, k and v side by side.
         """
-        k_cache, v_cache = _plain(k_cache), _plain(v_cache)
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -194,7 +195,8 @@ class TritonKernels:
             q = rms_norm.rms_norm(q, q_norm, eps, unit_offset=unit_offset)
             k = rms_norm.rms_norm(k, k_norm, eps, unit_offset=unit_offset)
         slots = (batch.slot_blocks * batch.block_size + batch.slot_offsets).to(self.device)
-        return kv_write.rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, slots)
+        caches, scales = _caches(k_cache, v_cache)
+        return kv_write.rope_and_write_kv(q, k, v, cos, sin, *caches, slots, **scales)
 
     def plan_attention(self, batch: PagedBatch, *, group_size: int, window: int | None) -> TritonPlan:
         """The plan of all layers with one window. A token sees the `window` latest positions, its own included."""
@@ -204,14 +206,14 @@ class TritonKernels:
         self, q: Tensor, k_cache: Cells, v_cache: Cells, plan: TritonPlan, *, scale: float, cap: float | None = None
     ) -> Tensor:
         """softmax(q Kᵀ · scale, capped) V for each token over its visible positions. q [T, Hq, D] -> [T, Hq, D]."""
-        k_cache, v_cache = _plain(k_cache), _plain(v_cache)
+        caches, scales = _caches(k_cache, v_cache)
         out = torch.empty_like(q)
-        step = plan.step(q.shape[2], q.device)
+        step = plan.step(q.shape[2], q.device, fp8=bool(scales))
         if step.short is not None:
             decode_attention(
                 q,
-                k_cache,
-                v_cache,
+                *caches,
+                **scales,
                 cu_seqlens=step.short.cu_seqlens,
                 query_starts=step.short.query_starts,
                 kv_lens=step.short.kv_lens,
@@ -226,8 +228,8 @@ class TritonKernels:
         if step.long is not None:
             prefill_attention(
                 q,
-                k_cache,
-                v_cache,
+                *caches,
+                **scales,
                 cu_seqlens=step.long.cu_seqlens,
                 query_starts=step.long.query_starts,
                 kv_lens=step.long.kv_lens,
@@ -262,10 +264,14 @@ def _on_device(batch: PagedBatch, sequences: Sequence[int], device: torch.device
     )
 
 
-def _plain(cells: Cells) -> Tensor:
-    if isinstance(cells, QuantizedCells):
-        raise ValueError("the triton kernels have e4m3 caches with a scale for each head, none with one for each token")
-    return cells
+def _caches(k_cache: Cells, v_cache: Cells) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+    """K and V as the kernels take them, and scales of an e4m3 cache."""
+    if isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor):
+        return (k_cache, v_cache), {}
+    if not (isinstance(k_cache, QuantizedCells) and isinstance(v_cache, QuantizedCells) and k_cache.kind == "fp8_e4m3"):
+        raise ValueError("of quantized caches the triton kernels have e4m3 alone")
+    values = k_cache.values.view(CACHE_DTYPE), v_cache.values.view(CACHE_DTYPE)
+    return values, {"k_scale": k_cache.scales, "v_scale": v_cache.scales}
 
 
 def _refuse(lora: Lora | None) -> None:

@@ -3,7 +3,8 @@
     q [T, Hq, D], k and v [T, Hkv, D], rows contiguous     cos, sin float32 [T, D / 2]
     slots int64 [T]: block id * block_size + offset; negative ones are padding and store nothing
     caches [num_blocks, Hkv, block_size, D]                 -> rotated q [T, Hq, D]
-    k_scale, v_scale float32 [Hkv]: only of an e4m3 cache (`fp8`), which gets k / k_scale and v / v_scale
+    k_scale, v_scale float32 [num_blocks, Hkv, block_size]: only of an e4m3 cache (`fp8`); they get each token's scale,
+    the cache k and v over it, both as `kernels.kv_cells.quantize` makes them of what a plain cache would get
 
 The pairs are (x[i], x[i + D / 2]); float32 inside, rounded once. A program takes TOKENS tokens of one head: the query
 heads first, then the kv heads, each with its k and its v. Elementwise, so row-invariant.
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.fp8 import as_bytes, check_scales, to_e4m3
+from kernels.triton.fp8 import as_bytes, check_scales, quantize_e4m3
 
 _TOKENS = 8
 
@@ -45,6 +46,8 @@ def _rope_write_kernel(
     stride_v_block,
     stride_v_cache_head,
     stride_v_slot,
+    stride_scale_block,
+    stride_scale_head,
     HQ: tl.constexpr,
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,  # HALF padded to a power of two
@@ -70,31 +73,33 @@ def _rope_write_kernel(
     else:
         kv_head = head - HQ
         slot = tl.load(slots + token, mask=valid, other=-1)
-        inside = inside & (slot >= 0)[:, None]
+        stored = (slot >= 0)[:, None]
+        inside = inside & stored
         block, offset = (slot // BLOCK_SIZE)[:, None], (slot % BLOCK_SIZE)[:, None]
         source = k + token[:, None] * stride_k_token + kv_head * stride_k_head + column
         first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
         cell = block * stride_k_block + kv_head * stride_k_cache_head + offset * stride_k_slot
-        k_target = k_cache + cell + column
-        tl.store(k_target, _stored(first * c - second * s, k, k_cache, k_scale + kv_head, FP8), mask=inside)
-        tl.store(k_target + HALF, _stored(second * c + first * s, k, k_cache, k_scale + kv_head, FP8), mask=inside)
+        scale = block * stride_scale_block + kv_head * stride_scale_head + offset
+        turned, other = first * c - second * s, second * c + first * s
+        _store(turned, other, k, k_cache + cell + column, k_scale + scale, stored, inside, HALF, FP8)
         source = v + token[:, None] * stride_v_token + kv_head * stride_v_head + column
         cell = block * stride_v_block + kv_head * stride_v_cache_head + offset * stride_v_slot
-        v_target = v_cache + cell + column
         first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-        tl.store(v_target, _stored(first, v, v_cache, v_scale + kv_head, FP8), mask=inside)
-        tl.store(v_target + HALF, _stored(second, v, v_cache, v_scale + kv_head, FP8), mask=inside)
+        _store(first, second, v, v_cache + cell + column, v_scale + scale, stored, inside, HALF, FP8)
 
 
 @triton.jit
-def _stored(x, source, cache, scale, FP8: tl.constexpr):
-    """float32 as the cache has it. For e4m3 it is rounded to the compute dtype before, as without it."""
+def _store(first, second, source, target, scale, stored, inside, HALF: tl.constexpr, FP8: tl.constexpr):
+    """Both halves of rows, float32, as the cache has them; for e4m3 rounded to the compute dtype before."""
     if FP8:
-        rounded = x.to(source.dtype.element_ty).to(tl.float32)
-        x = to_e4m3(tl.div_rn(rounded, tl.zeros_like(rounded) + tl.load(scale)))
-    return x.to(cache.dtype.element_ty)
+        first = first.to(source.dtype.element_ty).to(tl.float32)
+        second = second.to(source.dtype.element_ty).to(tl.float32)
+        first, second, scales = quantize_e4m3(first, second)
+        tl.store(scale, scales[:, None], mask=stored)
+    tl.store(target, first.to(target.dtype.element_ty), mask=inside)
+    tl.store(target + HALF, second.to(target.dtype.element_ty), mask=inside)
 
 
 def rope_and_write_kv(
@@ -149,6 +154,8 @@ def rope_and_write_kv(
         v.stride(1),
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        0 if k_scale is None else k_scale.stride(0),
+        0 if k_scale is None else k_scale.stride(1),
         HQ=num_heads,
         HALF=head_dim // 2,
         COLUMNS=triton.next_power_of_2(head_dim // 2),

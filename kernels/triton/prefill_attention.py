@@ -46,6 +46,8 @@ def _prefill_kernel(
     stride_v_block,
     stride_v_head,
     stride_v_slot,
+    stride_scale_block,
+    stride_scale_head,
     stride_table,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -79,8 +81,6 @@ def _prefill_kernel(
     low = earliest * 0
     if WINDOW > 0:
         low = tl.maximum(earliest - WINDOW + 1, 0)
-    if FP8 > 0:
-        scale = scale * tl.load(k_scale + kv_head)
     top = tl.full([M], NO_SCORE, tl.float32)
     norm = tl.zeros([M], tl.float32)
     total = tl.zeros([M, DP], tl.float32)
@@ -90,6 +90,8 @@ def _prefill_kernel(
             position,
             k_cache + kv_head.to(tl.int64) * stride_k_head,
             v_cache + kv_head.to(tl.int64) * stride_v_head,
+            k_scale + kv_head.to(tl.int64) * stride_scale_head,
+            v_scale + kv_head.to(tl.int64) * stride_scale_head,
             block_tables + sequence.to(tl.int64) * stride_table,
             split * SPLIT,
             low,
@@ -100,6 +102,7 @@ def _prefill_kernel(
             stride_k_slot,
             stride_v_block,
             stride_v_slot,
+            stride_scale_block,
             D,
             DP,
             M,
@@ -112,8 +115,6 @@ def _prefill_kernel(
         )
         top, norm, total = merge(top, norm, total, split_top, split_norm, split_total)
     result = total / tl.where(valid, norm, 1.0)[:, None]
-    if FP8 > 0:
-        result *= tl.load(v_scale + kv_head)
     out_row = (start + token).to(tl.int64) * stride_out_token + head * stride_out_head
     tl.store(out + out_row[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
 
@@ -186,6 +187,8 @@ def prefill_attention(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        0 if k_scale is None else k_scale.stride(0),
+        0 if k_scale is None else k_scale.stride(1),
         block_tables.stride(0),
         G=num_heads // num_kv_heads,
         D=head_dim,

@@ -34,13 +34,20 @@ class Plan:
             "router": ("router", self.router),
         }
 
+    @property
+    def take_turns(self) -> bool:
+        """Each worker's kernels use every core, so that two steps at once would be in each other's way."""
+        num_cores = len(os.sched_getaffinity(0))
+        threads = [worker.engine.cpu_threads or num_cores for worker in self.workers.values()]
+        return len(threads) > 1 and min(threads) >= num_cores > 1
+
 
 def make_plan(flags: dict[str, Any], file: Path | None, num_prefill: int, num_decode: int) -> Plan:
     """Reads and validates everything; raises ConfigError, or CommandFailed if the model cannot be had."""
     names = [("prefill", n) for n in range(num_prefill)] + [("decode", n) for n in range(num_decode)]
     count = len(names)
     router = load_config(RouterConfig, _known(RouterConfig, flags), file, os.environ)
-    fixed: dict[str, object] = {"host": "127.0.0.1", "port": 0, "model": router.model}
+    fixed: dict[str, object] = {"host": "127.0.0.1", "port": 0, "kv_transfer_port": 0, "model": router.model}
     decode = load_config(WorkerConfig, {**_known(WorkerConfig, flags), **fixed, "role": "decode"}, file, os.environ)
     router = with_model(router, lambda name, _: resolve_model(name, decode.engine.dtype))
     fixed |= {"model": router.model, "served_model_name": router.served_model_name}
@@ -65,7 +72,10 @@ def _known(cls: type[ProcessConfig], flags: dict[str, Any]) -> dict[str, Any]:
 
 def _share_of_machine(engine: EngineOptions, count: int) -> dict[str, float]:
     """Threads, where the user did not choose, and memory for one of `count` workers: all pools share one share."""
-    share: dict[str, float] = {"kv_cache_memory_share": engine.kv_cache_memory_share / count}
+    share: dict[str, float] = {
+        "kv_cache_memory_share": engine.kv_cache_memory_share / count,
+        "gpu_memory_utilization": engine.gpu_memory_utilization / count,
+    }
     if engine.cpu_threads == 0:
         share["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // count)
     return share

@@ -141,6 +141,8 @@ def _run(plan: Plan, index: Index, directory: Path, stop: threading.Event) -> in
         for name, value in os.environ.items()
         if not name.startswith(ENV_PREFIX) or name in MACHINE_VARIABLES
     }
+    if plan.take_turns:
+        environment["PAGEWIRE_CPU_TURNS"] = str(directory)
     supervisor = Supervisor(directory, environment)
     timeout = plan.router.drain_timeout + DRAIN_SLACK_SECONDS
     try:

@@ -126,6 +126,27 @@ class DecoderPlan:
         return token
 
 
+class _WholeTexts(dict[int, str | None]):
+    """Token id -> its text wherever no bytes wait, filled on demand; None: its bytes are no whole characters."""
+
+    def __init__(self, table: "PieceTable", skipped: frozenset[int]) -> None:
+        self._table = table
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> str | None:
+        piece = None if token_id in self._skipped else self._table.make_piece(token_id)
+        text: str | None
+        if isinstance(piece, bytes):
+            try:
+                text = piece.decode()
+            except UnicodeDecodeError:
+                text = None
+        else:
+            text = piece or ""
+        self[token_id] = text
+        return text
+
+
 class PieceTable:
     """Token id -> piece, filled on demand; shared by all detokenizers of a tokenizer."""
 
@@ -136,21 +157,24 @@ class PieceTable:
         self.special_ids = special_ids
         self._id_to_token = id_to_token
         self._pieces: dict[int, Piece] = {}
+        self._whole_texts = {skip: _WholeTexts(self, special_ids if skip else frozenset()) for skip in (True, False)}
 
     def piece(self, token_id: int) -> Piece:
         """The piece of a token inside a text; None for an id without a token (padding of the vocabulary)."""
         try:
             return self._pieces[token_id]
         except KeyError:
-            token = self._id_to_token(token_id)
-            piece = None if token is None else self.plan.piece(token)
-            self._pieces[token_id] = piece
+            piece = self._pieces[token_id] = self.make_piece(token_id)
             return piece
 
-    def first_piece(self, token_id: int) -> Piece:
-        """The piece of a token that begins a text."""
+    def make_piece(self, token_id: int, *, first: bool = False) -> Piece:
+        """The same, not remembered; `first` if it begins a text."""
         token = self._id_to_token(token_id)
-        return None if token is None else self.plan.piece(token, first=True)
+        return None if token is None else self.plan.piece(token, first=first)
+
+    def whole_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None]:
+        """Token id -> what it adds to a text in which no bytes wait for more; None if that are not whole characters."""
+        return self._whole_texts[skip_special_tokens]
 
 
 class Detokenizer:
@@ -159,9 +183,12 @@ class Detokenizer:
     def __init__(self, table: PieceTable, *, skip_special_tokens: bool = True, continues: bool = True) -> None:
         self._table = table
         self._skipped = table.special_ids if skip_special_tokens else frozenset[int]()
+        self._whole_texts = table.whole_texts(skip_special_tokens=skip_special_tokens)
         self._bytes = _UTF8("replace" if table.plan.byte_level else _EACH_BYTE)
         self._first = not continues
         self._to_strip = 0 if continues else table.plan.strip_start
+        # Neither is this the text's start nor do bytes wait: a token's text depends on the token alone.
+        self._is_plain = continues
 
     def copy(self) -> "Detokenizer":
         """The same text so far, to go on in another way."""
@@ -171,9 +198,16 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Text that is certain after this token; empty while a character is incomplete."""
+        if self._is_plain and (text := self._whole_texts[token_id]) is not None:
+            return text
+        text = self._push(token_id)
+        self._is_plain = not (self._first or self._to_strip or self._bytes.getstate()[0])
+        return text
+
+    def _push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        piece = self._table.first_piece(token_id) if self._first else self._table.piece(token_id)
+        piece = self._table.make_piece(token_id, first=True) if self._first else self._table.piece(token_id)
         if piece is None:
             return ""
         self._first = False

@@ -26,6 +26,7 @@ class StopMatcher:
         self._stops = tuple(dict.fromkeys(stops))
         self._include = include_in_output
         self._longest = max(map(len, self._stops), default=0)
+        self._first_characters = frozenset(stop[0] for stop in self._stops)
         self._held = ""
 
     def copy(self) -> "StopMatcher":
@@ -39,8 +40,8 @@ class StopMatcher:
 
     def push(self, piece: str) -> StopText:
         """Takes new text. After a stop nothing more may be pushed."""
-        if not self._stops or not piece:
-            return StopText(piece)
+        if not self._held and self._first_characters.isdisjoint(piece):
+            return StopText(piece)  # nothing begins here; nearly every token goes this way
         text = self._held + piece
         match = self._first_match(text, len(self._held))
         if match is not None:
@@ -74,8 +75,10 @@ class StopMatcher:
         return best
 
     def _held_length(self, text: str) -> int:
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            suffix = text[len(text) - length :]
-            if any(len(stop) > length and stop.startswith(suffix) for stop in self._stops):
-                return length
+        """Length of the longest suffix that is a proper prefix of a stop string."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._first_characters:
+                suffix = text[start:]
+                if any(len(stop) > len(suffix) and stop.startswith(suffix) for stop in self._stops):
+                    return len(suffix)
         return 0

@@ -25,55 +25,55 @@ _sym_db = _symbol_database.Default()
 from pagewire.v1 import types_pb2 as pagewire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apagewire/v1/transfer.proto\x12\x0bpagewire.v1\x1a\x17pagewire/v1/types.proto\"\xb3\x01\n\x10HandshakeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12-\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x18.pagewire.v1.Fingerprint\x12*\n\x06planes\x18\x04 \x03(\x0e\x32\x1a.pagewire.v1.TransferPlane\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\x05\"\x82\x01\n\x11HandshakeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12*\n\x06planes\x18\x02 \x03(\x0e\x32\x1a.pagewire.v1.TransferPlane\x12,\n\x0bshared_pool\x18\x03 \x01(\x0b\x32\x17.pagewire.v1.SharedPool\"\xb2\x01\n\nSharedPool\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x14\n\x0cpool_address\x18\x02 \x01(\x06\x12\x1b\n\x13generations_address\x18\x03 \x01(\x06\x12\x12\n\npool_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bsocket_name\x18\x05 \x01(\t\x12\r\n\x05token\x18\x06 \x01(\x0c\x12\x15\n\rtoken_address\x18\x07 \x01(\x06\x12\x15\n\rnixl_metadata\x18\x08 \x01(\x0c\"G\n\rAttachRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"`\n\x0e\x41ttachResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"\x91\x01\n\x0bPullRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12)\n\x05plane\x18\x05 \x01(\x0e\x32\x1a.pagewire.v1.TransferPlane\x12\x14\n\x0c\x66irst_blocks\x18\x06 \x03(\r\"\x91\x01\n\x0cPullResponse\x12(\n\x05\x66rame\x18\x01 \x01(\x0b\x32\x17.pagewire.v1.BlockFrameH\x00\x12)\n\x05ready\x18\x02 \x01(\x0b\x32\x18.pagewire.v1.BlocksReadyH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.pagewire.v1.PullEndH\x00\x42\x07\n\x05\x65vent\"\x91\x01\n\nBlockFrame\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x11\n\tchecksums\x18\x06 \x03(\x06\x12\x0c\n\x04keys\x18\x07 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"~\n\x0b\x42locksReady\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12,\n\x06\x62locks\x18\x05 \x03(\x0b\x32\x1c.pagewire.v1.BlockDescriptor\"R\n\x0f\x42lockDescriptor\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x0b\n\x03key\x18\x04 \x01(\x0c\"h\n\x07PullEnd\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12.\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x18.pagewire.v1.TokenOutput\"=\n\x10HeartbeatRequest\x12)\n\x07tickets\x18\x01 \x03(\x0b\x32\x18.pagewire.v1.TicketEpoch\",\n\x0bTicketEpoch\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"$\n\x11HeartbeatResponse\x12\x0f\n\x07refused\x18\x01 \x03(\x0c\"/\n\x0eReleaseRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"5\n\x0bHoldRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x0e\n\x0cHoldResponse\"\x83\x01\n\x13\x41ttachPrefixRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\r\x12\x0e\n\x06\x61lways\x18\x06 \x01(\x08\"[\n\x14\x41ttachPrefixResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r*\xb5\x01\n\rTransferPlane\x12\x1e\n\x1aTRANSFER_PLANE_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSFER_PLANE_GRPC\x10\x01\x12\x19\n\x15TRANSFER_PLANE_SHM_VM\x10\x02\x12\x1a\n\x16TRANSFER_PLANE_SHM_MAP\x10\x03\x12\x1b\n\x17TRANSFER_PLANE_SHM_RING\x10\x04\x12\x17\n\x13TRANSFER_PLANE_NIXL\x10\x05\x32\x87\x04\n\x11KvTransferService\x12J\n\tHandshake\x12\x1d.pagewire.v1.HandshakeRequest\x1a\x1e.pagewire.v1.HandshakeResponse\x12\x41\n\x06\x41ttach\x12\x1a.pagewire.v1.AttachRequest\x1a\x1b.pagewire.v1.AttachResponse\x12=\n\x04Pull\x12\x18.pagewire.v1.PullRequest\x1a\x19.pagewire.v1.PullResponse0\x01\x12J\n\tHeartbeat\x12\x1d.pagewire.v1.HeartbeatRequest\x1a\x1e.pagewire.v1.HeartbeatResponse\x12\x44\n\x07Release\x12\x1b.pagewire.v1.ReleaseRequest\x1a\x1c.pagewire.v1.ReleaseResponse\x12=\n\x04Hold\x12\x18.pagewire.v1.HoldRequest\x1a\x19.pagewire.v1.HoldResponse0\x01\x12S\n\x0c\x41ttachPrefix\x12 .pagewire.v1.AttachPrefixRequest\x1a!.pagewire.v1.AttachPrefixResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apagewire/v1/transfer.proto\x12\x0bpagewire.v1\x1a\x17pagewire/v1/types.proto\"\xb3\x01\n\x10HandshakeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12-\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x18.pagewire.v1.Fingerprint\x12*\n\x06planes\x18\x04 \x03(\x0e\x32\x1a.pagewire.v1.TransferPlane\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\x05\"\x82\x01\n\x11HandshakeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12*\n\x06planes\x18\x02 \x03(\x0e\x32\x1a.pagewire.v1.TransferPlane\x12,\n\x0bshared_pool\x18\x03 \x01(\x0b\x32\x17.pagewire.v1.SharedPool\"\xd8\x01\n\nSharedPool\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x14\n\x0cpool_address\x18\x02 \x01(\x06\x12\x1b\n\x13generations_address\x18\x03 \x01(\x06\x12\x12\n\npool_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bsocket_name\x18\x05 \x01(\t\x12\r\n\x05token\x18\x06 \x01(\x0c\x12\x15\n\rtoken_address\x18\x07 \x01(\x06\x12\x15\n\rnixl_metadata\x18\x08 \x01(\x0c\x12\x10\n\x08tcp_port\x18\t \x01(\r\x12\x12\n\ntcp_secret\x18\n \x01(\x0c\"G\n\rAttachRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"`\n\x0e\x41ttachResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"\x91\x01\n\x0bPullRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12)\n\x05plane\x18\x05 \x01(\x0e\x32\x1a.pagewire.v1.TransferPlane\x12\x14\n\x0c\x66irst_blocks\x18\x06 \x03(\r\"\x91\x01\n\x0cPullResponse\x12(\n\x05\x66rame\x18\x01 \x01(\x0b\x32\x17.pagewire.v1.BlockFrameH\x00\x12)\n\x05ready\x18\x02 \x01(\x0b\x32\x18.pagewire.v1.BlocksReadyH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.pagewire.v1.PullEndH\x00\x42\x07\n\x05\x65vent\"\x91\x01\n\nBlockFrame\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x11\n\tchecksums\x18\x06 \x03(\x06\x12\x0c\n\x04keys\x18\x07 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"~\n\x0b\x42locksReady\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12,\n\x06\x62locks\x18\x05 \x03(\x0b\x32\x1c.pagewire.v1.BlockDescriptor\"R\n\x0f\x42lockDescriptor\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x0b\n\x03key\x18\x04 \x01(\x0c\"h\n\x07PullEnd\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12.\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x18.pagewire.v1.TokenOutput\"=\n\x10HeartbeatRequest\x12)\n\x07tickets\x18\x01 \x03(\x0b\x32\x18.pagewire.v1.TicketEpoch\",\n\x0bTicketEpoch\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"$\n\x11HeartbeatResponse\x12\x0f\n\x07refused\x18\x01 \x03(\x0c\"/\n\x0eReleaseRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"5\n\x0bHoldRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x0e\n\x0cHoldResponse\"\x83\x01\n\x13\x41ttachPrefixRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\r\x12\x0e\n\x06\x61lways\x18\x06 \x01(\x08\"[\n\x14\x41ttachPrefixResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r*\xcd\x01\n\rTransferPlane\x12\x1e\n\x1aTRANSFER_PLANE_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSFER_PLANE_GRPC\x10\x01\x12\x19\n\x15TRANSFER_PLANE_SHM_VM\x10\x02\x12\x1a\n\x16TRANSFER_PLANE_SHM_MAP\x10\x03\x12\x1b\n\x17TRANSFER_PLANE_SHM_RING\x10\x04\x12\x17\n\x13TRANSFER_PLANE_NIXL\x10\x05\x12\x16\n\x12TRANSFER_PLANE_TCP\x10\x06\x32\x87\x04\n\x11KvTransferService\x12J\n\tHandshake\x12\x1d.pagewire.v1.HandshakeRequest\x1a\x1e.pagewire.v1.HandshakeResponse\x12\x41\n\x06\x41ttach\x12\x1a.pagewire.v1.AttachRequest\x1a\x1b.pagewire.v1.AttachResponse\x12=\n\x04Pull\x12\x18.pagewire.v1.PullRequest\x1a\x19.pagewire.v1.PullResponse0\x01\x12J\n\tHeartbeat\x12\x1d.pagewire.v1.HeartbeatRequest\x1a\x1e.pagewire.v1.HeartbeatResponse\x12\x44\n\x07Release\x12\x1b.pagewire.v1.ReleaseRequest\x1a\x1c.pagewire.v1.ReleaseResponse\x12=\n\x04Hold\x12\x18.pagewire.v1.HoldRequest\x1a\x19.pagewire.v1.HoldResponse0\x01\x12S\n\x0c\x41ttachPrefix\x12 .pagewire.v1.AttachPrefixRequest\x1a!.pagewire.v1.AttachPrefixResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFERPLANE']._serialized_start=2029
-  _globals['_TRANSFERPLANE']._serialized_end=2210
+  _globals['_TRANSFERPLANE']._serialized_start=2067
+  _globals['_TRANSFERPLANE']._serialized_end=2272
   _globals['_HANDSHAKEREQUEST']._serialized_start=69
   _globals['_HANDSHAKEREQUEST']._serialized_end=248
   _globals['_HANDSHAKERESPONSE']._serialized_start=251
   _globals['_HANDSHAKERESPONSE']._serialized_end=381
   _globals['_SHAREDPOOL']._serialized_start=384
-  _globals['_SHAREDPOOL']._serialized_end=562
-  _globals['_ATTACHREQUEST']._serialized_start=564
-  _globals['_ATTACHREQUEST']._serialized_end=635
-  _globals['_ATTACHRESPONSE']._serialized_start=637
-  _globals['_ATTACHRESPONSE']._serialized_end=733
-  _globals['_PULLREQUEST']._serialized_start=736
-  _globals['_PULLREQUEST']._serialized_end=881
-  _globals['_PULLRESPONSE']._serialized_start=884
-  _globals['_PULLRESPONSE']._serialized_end=1029
-  _globals['_BLOCKFRAME']._serialized_start=1032
-  _globals['_BLOCKFRAME']._serialized_end=1177
-  _globals['_BLOCKSREADY']._serialized_start=1179
-  _globals['_BLOCKSREADY']._serialized_end=1305
-  _globals['_BLOCKDESCRIPTOR']._serialized_start=1307
-  _globals['_BLOCKDESCRIPTOR']._serialized_end=1389
-  _globals['_PULLEND']._serialized_start=1391
-  _globals['_PULLEND']._serialized_end=1495
-  _globals['_HEARTBEATREQUEST']._serialized_start=1497
-  _globals['_HEARTBEATREQUEST']._serialized_end=1558
-  _globals['_TICKETEPOCH']._serialized_start=1560
-  _globals['_TICKETEPOCH']._serialized_end=1604
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1606
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1642
-  _globals['_RELEASEREQUEST']._serialized_start=1644
-  _globals['_RELEASEREQUEST']._serialized_end=1691
-  _globals['_RELEASERESPONSE']._serialized_start=1693
-  _globals['_RELEASERESPONSE']._serialized_end=1728
-  _globals['_HOLDREQUEST']._serialized_start=1730
-  _globals['_HOLDREQUEST']._serialized_end=1783
-  _globals['_HOLDRESPONSE']._serialized_start=1785
-  _globals['_HOLDRESPONSE']._serialized_end=1799
-  _globals['_ATTACHPREFIXREQUEST']._serialized_start=1802
-  _globals['_ATTACHPREFIXREQUEST']._serialized_end=1933
-  _globals['_ATTACHPREFIXRESPONSE']._serialized_start=1935
-  _globals['_ATTACHPREFIXRESPONSE']._serialized_end=2026
-  _globals['_KVTRANSFERSERVICE']._serialized_start=2213
-  _globals['_KVTRANSFERSERVICE']._serialized_end=2732
+  _globals['_SHAREDPOOL']._serialized_end=600
+  _globals['_ATTACHREQUEST']._serialized_start=602
+  _globals['_ATTACHREQUEST']._serialized_end=673
+  _globals['_ATTACHRESPONSE']._serialized_start=675
+  _globals['_ATTACHRESPONSE']._serialized_end=771
+  _globals['_PULLREQUEST']._serialized_start=774
+  _globals['_PULLREQUEST']._serialized_end=919
+  _globals['_PULLRESPONSE']._serialized_start=922
+  _globals['_PULLRESPONSE']._serialized_end=1067
+  _globals['_BLOCKFRAME']._serialized_start=1070
+  _globals['_BLOCKFRAME']._serialized_end=1215
+  _globals['_BLOCKSREADY']._serialized_start=1217
+  _globals['_BLOCKSREADY']._serialized_end=1343
+  _globals['_BLOCKDESCRIPTOR']._serialized_start=1345
+  _globals['_BLOCKDESCRIPTOR']._serialized_end=1427
+  _globals['_PULLEND']._serialized_start=1429
+  _globals['_PULLEND']._serialized_end=1533
+  _globals['_HEARTBEATREQUEST']._serialized_start=1535
+  _globals['_HEARTBEATREQUEST']._serialized_end=1596
+  _globals['_TICKETEPOCH']._serialized_start=1598
+  _globals['_TICKETEPOCH']._serialized_end=1642
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1644
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1680
+  _globals['_RELEASEREQUEST']._serialized_start=1682
+  _globals['_RELEASEREQUEST']._serialized_end=1729
+  _globals['_RELEASERESPONSE']._serialized_start=1731
+  _globals['_RELEASERESPONSE']._serialized_end=1766
+  _globals['_HOLDREQUEST']._serialized_start=1768
+  _globals['_HOLDREQUEST']._serialized_end=1821
+  _globals['_HOLDRESPONSE']._serialized_start=1823
+  _globals['_HOLDRESPONSE']._serialized_end=1837
+  _globals['_ATTACHPREFIXREQUEST']._serialized_start=1840
+  _globals['_ATTACHPREFIXREQUEST']._serialized_end=1971
+  _globals['_ATTACHPREFIXRESPONSE']._serialized_start=1973
+  _globals['_ATTACHPREFIXRESPONSE']._serialized_end=2064
+  _globals['_KVTRANSFERSERVICE']._serialized_start=2275
+  _globals['_KVTRANSFERSERVICE']._serialized_end=2794
 # @@protoc_insertion_point(module_scope)

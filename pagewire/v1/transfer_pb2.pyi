@@ -38,6 +38,8 @@ class _TransferPlaneEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transfe
     """Same host: through a small shared staging ring (a memfd handed over a Unix socket)."""
     TRANSFER_PLANE_NIXL: _TransferPlane.ValueType  # 5
     """The receiver READs the sender's registered pool through NIXL (UCX: RDMA, shared memory, TCP)."""
+    TRANSFER_PLANE_TCP: _TransferPlane.ValueType  # 6
+    """The receiver asks for blocks over TCP connections of its own, TLS where the workers speak it (docs/transfer.md)."""
 
 class TransferPlane(_TransferPlane, metaclass=_TransferPlaneEnumTypeWrapper):
     """How block bytes travel."""
@@ -54,6 +56,8 @@ TRANSFER_PLANE_SHM_RING: TransferPlane.ValueType  # 4
 """Same host: through a small shared staging ring (a memfd handed over a Unix socket)."""
 TRANSFER_PLANE_NIXL: TransferPlane.ValueType  # 5
 """The receiver READs the sender's registered pool through NIXL (UCX: RDMA, shared memory, TCP)."""
+TRANSFER_PLANE_TCP: TransferPlane.ValueType  # 6
+"""The receiver asks for blocks over TCP connections of its own, TLS where the workers speak it (docs/transfer.md)."""
 Global___TransferPlane: _TypeAlias = TransferPlane  # noqa: Y015
 
 @_typing.final
@@ -119,7 +123,7 @@ class HandshakeResponse(_message.Message):
 
     @_builtins.property
     def shared_pool(self) -> Global___SharedPool:
-        """For the shm planes and NIXL."""
+        """For all planes but GRPC."""
 
     def __init__(
         self,
@@ -150,6 +154,8 @@ class SharedPool(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     TOKEN_ADDRESS_FIELD_NUMBER: _builtins.int
     NIXL_METADATA_FIELD_NUMBER: _builtins.int
+    TCP_PORT_FIELD_NUMBER: _builtins.int
+    TCP_SECRET_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     """The sender's process id."""
     pool_address: _builtins.int
@@ -166,6 +172,10 @@ class SharedPool(_message.Message):
     """Address of the token in the sender's memory."""
     nixl_metadata: _builtins.bytes
     """Metadata of the sender's NIXL agent, which has registered pool, generations and token; empty if it has none."""
+    tcp_port: _builtins.int
+    """Port of the plane TCP at the sender's host; 0 if it does not listen."""
+    tcp_secret: _builtins.bytes
+    """32 random bytes that both ends of such a connection prove to know."""
     def __init__(
         self,
         *,
@@ -177,10 +187,12 @@ class SharedPool(_message.Message):
         token: _builtins.bytes = ...,
         token_address: _builtins.int = ...,
         nixl_metadata: _builtins.bytes = ...,
+        tcp_port: _builtins.int = ...,
+        tcp_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generations_address", b"generations_address", "nixl_metadata", b"nixl_metadata", "pid", b"pid", "pool_address", b"pool_address", "pool_bytes", b"pool_bytes", "socket_name", b"socket_name", "token", b"token", "token_address", b"token_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generations_address", b"generations_address", "nixl_metadata", b"nixl_metadata", "pid", b"pid", "pool_address", b"pool_address", "pool_bytes", b"pool_bytes", "socket_name", b"socket_name", "tcp_port", b"tcp_port", "tcp_secret", b"tcp_secret", "token", b"token", "token_address", b"token_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,7 +324,7 @@ class PullResponse(_message.Message):
 
     @_builtins.property
     def ready(self) -> Global___BlocksReady:
-        """Blocks that can be read (shm planes, NIXL)."""
+        """Blocks that can be read (all planes but GRPC)."""
 
     @_builtins.property
     def end(self) -> Global___PullEnd:
@@ -438,7 +450,7 @@ class BlockDescriptor(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """Slot in the sender's pool (SHM_VM, SHM_MAP, NIXL) or in the ring (SHM_RING)."""
+    """Slot in the sender's pool, or in the ring (SHM_RING)."""
     generation: _builtins.int
     """The slot's generation; it must be the same before and after the read."""
     checksum: _builtins.int

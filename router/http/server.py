@@ -49,7 +49,7 @@ class HttpServer:
         options.load()
         if config.tls_cert is not None:
             # As for gRPC: with an authority, callers must show a certificate signed by it.
-            options.ssl = TlsFiles(config.tls_cert, config.tls_key, config.tls_ca).watch_context()
+            options.ssl = TlsFiles(config.tls_cert, config.tls_key, config.tls_ca).watch_context("the HTTP API")
         self._server = _Server(options)
         self._socket = _listen(config.host, port)
         self.port = int(self._socket.getsockname()[1])

@@ -1,7 +1,9 @@
 """Workers of several ranks: P and D of different sizes, and a rank that dies takes its worker down and no request."""
 
+import re
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -12,6 +14,7 @@ from tests.chaos.oracle import Oracle, Stream, greedy, prompt, stream
 from tests.chaos.system import System
 from tests.chaos.test_death import until
 from tests.chaos.zygote import Zygote
+from tests.ray_cluster import two_nodes
 from tests.valkey import Server
 
 POOL = ("--kv-cache-memory-bytes", "800000")
@@ -91,6 +94,47 @@ async def test_a_killed_worker_leaves_no_rank(system: System) -> None:
     (rank,) = ranks_of(system, "p0")
     system["p0"].kill()
     await until(lambda: not alive(rank), timeout=10)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+async def test_a_rank_that_is_killed_on_another_node_moves_its_request(
+    model: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    """Of a Ray cluster: nothing is shared in memory with it."""
+    pytest.importorskip("ray", reason="Ray is not installed (extra pagewire[ray])")
+    with (
+        two_nodes(),
+        Server() as server,
+        closing(Zygote()) as zygote,  # it has the cluster's address
+        System(zygote, model, tmp_path, f"redis://127.0.0.1:{server.port}") as system,
+    ):
+        system.add_worker("prefill", "p0", *POOL)
+        system.add_worker("decode", "d0", *POOL, "-tp", "2", "--distributed-executor-backend", "ray")
+        system.add_worker("decode", "d1", *POOL)
+        system.add_router("r0", "--policy", "random")
+        system.restore()
+        found = re.search(r"2 ranks, others are processes \[(\d+)\]", system["d0"].log())
+        assert found is not None
+        rank = psutil.Process(int(found[1]))
+        killed = False
+
+        def kill(so_far: Stream) -> None:
+            nonlocal killed
+            if not killed and so_far.num_tokens >= 10 and system.status("d0").num_requests:
+                killed = True
+                rank.send_signal(signal.SIGKILL)
+
+        async with AsyncClient(system.target) as client:
+            for number in range(20):  # until one is d0's
+                result = await stream(client, prompt(30, number), kill, **greedy(60))
+                assert result.outputs == oracle(prompt(30, number), **greedy(60))
+                if killed:
+                    break
+        assert result.decode_worker == "d1"
+        await until(lambda: not system["d0"].is_running)
+        assert re.search(rf"rank 1 \(process {rank.pid} on [0-9.]+\) has died", system["d0"].log())
+        system.remove("d0")
 
 
 def alive(process: psutil.Process) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 
@@ -164,6 +163,7 @@ class Cluster:
         assert not any(peer.held or peer.num_users for peer in self.decode.worker.peers.connected())
         for engine in engines:
             engine.kv_cache.check_integrity()
+            await until(lambda engine=engine: not engine.memory.num_busy_lanes)
 
 
 async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
@@ -221,7 +221,7 @@ async def cluster(
         clock=clock,
     )
     decode = DecodeApp(WorkerConfig(role="decode", engine=decode_engine.options, **common), decode_engine)
-    channels = [grpc.aio.insecure_channel(app.description.endpoint) for app in (prefill, decode)]
+    channels = [app.server.open_channel(app.description.endpoint) for app in (prefill, decode)]
     for app in (prefill, decode):
         await app.start()
         await app.server.server.start()

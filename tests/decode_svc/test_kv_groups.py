@@ -17,7 +17,7 @@ def model(tiny_model, request):
 
 
 @pytest.mark.parametrize(
-    "plane", ["grpc", *(pytest.param(p, marks=pytest.mark.nightly) for p in ("shm_vm", "shm_ring"))]
+    "plane", ["grpc", *(pytest.param(p, marks=pytest.mark.nightly) for p in ("tcp", "shm_vm", "shm_ring"))]
 )
 async def test_cold_and_warm(model, plane):
     work = [(random_prompt(length, length), greedy(6)) for length in LENGTHS]

@@ -6,7 +6,7 @@ from pagewire.sampling import SamplingParams
 from tests.decode_svc.harness import cluster, greedy, random_prompt, reference
 
 LENGTHS = [1, 4, 5, 13, 33]
-NIGHTLY = [pytest.param(plane, marks=pytest.mark.nightly) for plane in ("shm_map", "shm_ring")]
+NIGHTLY = [pytest.param(plane, marks=pytest.mark.nightly) for plane in ("tcp", "shm_map", "shm_ring")]
 
 
 @pytest.mark.parametrize("plane", ["grpc", "shm_vm", *NIGHTLY])

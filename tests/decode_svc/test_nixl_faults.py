@@ -115,7 +115,7 @@ async def test_what_may_still_land_is_held_whatever_the_plane(model, expected, m
 
 
 @pytest.mark.parametrize("without", [0, 1], ids=["prefill", "decode"])
-async def test_without_an_agent_on_one_side_it_is_grpc(model, expected, monkeypatch, caplog, without):
+async def test_without_an_agent_on_one_side_it_is_the_next_plane(model, expected, monkeypatch, caplog, without):
     monkeypatch.setattr(pagewire.options, "find_spec", lambda _: True)
     start, calls = transfer_svc.worker.start_agent, itertools.count()  # the cluster's prefill worker is the first
     monkeypatch.setattr(transfer_svc.worker, "start_agent", lambda *a: None if next(calls) == without else start(*a))
@@ -123,9 +123,9 @@ async def test_without_an_agent_on_one_side_it_is_grpc(model, expected, monkeypa
         async with cluster(model, plane="nixl") as workers:
             assert await workers.run(PROMPT, PARAMS) == [expected]
             (peer,) = workers.decode.worker.peers.connected()
-            assert peer.plane.name == "GRPC"
+            assert peer.plane.name == "TCP"
             assert own_tokens(workers) == 0
-    assert "plane GRPC of NIXL, GRPC" in caplog.text
+    assert "plane TCP of NIXL, TCP, GRPC" in caplog.text
 
 
 def test_the_option_says_what_is_missing(monkeypatch):

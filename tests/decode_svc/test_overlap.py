@@ -8,7 +8,7 @@ from pagewire.v1 import prefill_pb2
 from tests.decode_svc.harness import BLOCK_SIZE, NIXL, Gate, cluster, greedy, random_prompt, reference, until
 
 
-@pytest.mark.parametrize("plane", ["grpc", "shm_vm", "shm_map", "shm_ring", NIXL])
+@pytest.mark.parametrize("plane", ["grpc", "tcp", "shm_vm", "shm_map", "shm_ring", NIXL])
 async def test_blocks_are_on_decode_before_the_last_chunk(tiny_model, plane):
     """CASES F4: a chunk's blocks are sent after the step that wrote them, and none before."""
     model = tiny_model("llama")

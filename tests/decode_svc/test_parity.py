@@ -7,7 +7,7 @@ import pytest
 from pagewire.sampling import SamplingParams
 from tests.decode_svc.harness import BLOCK_SIZE, NIXL, NUM_BLOCKS, cluster, greedy, random_prompt, reference
 
-PLANES = ["grpc", "shm_vm", "shm_map", "shm_ring", NIXL]
+PLANES = ["grpc", "tcp", "shm_vm", "shm_map", "shm_ring", NIXL]
 LENGTHS = [1, 3, 4, 5, 7, 8, 9, 12, 16, 17]
 
 
@@ -71,7 +71,7 @@ async def test_block_size_16(model):
         assert await workers.run_all(work) == expected
 
 
-@pytest.mark.parametrize("plane", ["grpc", "shm_vm", NIXL])
+@pytest.mark.parametrize("plane", ["grpc", "tcp", "shm_vm", NIXL])
 async def test_decode_keeps_what_it_has(model, plane):
     prompt = random_prompt(6 * BLOCK_SIZE + 1, 7)
     work = [(prompt[: 3 * BLOCK_SIZE], greedy(1)), (prompt, greedy(6))]

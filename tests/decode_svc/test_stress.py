@@ -23,7 +23,7 @@ def workload(random_numbers: random.Random) -> list[tuple[list[int], SamplingPar
     return work
 
 
-@pytest.mark.parametrize("plane", ["grpc", "shm_vm", "shm_ring", NIXL])
+@pytest.mark.parametrize("plane", ["grpc", "tcp", "shm_vm", "shm_ring", NIXL])
 async def test_random_load_and_cancels(tiny_model, plane):
     model = tiny_model("llama")
     random_numbers = random.Random(plane)

@@ -99,7 +99,7 @@ async def test_one_bad_frame_is_pulled_again(model, expected, monkeypatch):
         assert own_tokens(workers) == 0
 
 
-@pytest.mark.parametrize("plane", ["shm_vm", NIXL])
+@pytest.mark.parametrize("plane", ["tcp", "shm_vm", NIXL])
 async def test_a_wrong_checksum_is_noticed_in_the_copy(model, expected, monkeypatch, plane):
     checksum = transfer_svc.manifest.checksum
     monkeypatch.setattr(transfer_svc.manifest, "checksum", lambda data: checksum(data) ^ 1)

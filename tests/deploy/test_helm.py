@@ -134,6 +134,20 @@ def test_pods_drain_are_probed_by_service_and_hardened(variant: str) -> None:
         assert mounted == {volume["name"] for volume in spec["volumes"]}
 
 
+def test_kv_has_a_port_that_only_workers_reach() -> None:
+    objects = rendered("default")
+    for component, pod in pods(objects):
+        (container,) = pod["spec"]["containers"]
+        env = {each["name"]: each.get("value") for each in container["env"]}
+        ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+        assert env.get("PAGEWIRE_KV_TRANSFER_PORT") == ports.get("kv")
+        assert ("kv" in ports) == (component != "router")
+        rules = objects[f"NetworkPolicy/demo-pagewire-{component}"]["spec"]["ingress"]
+        peers = [peer for rule in rules if {"port": "kv"} in rule["ports"] for peer in rule["from"]]
+        allowed = {peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in peers}
+        assert allowed == (set() if component == "router" else {"prefill", "decode"})
+
+
 @pytest.mark.parametrize("variant", ["everything", "bare"])
 def test_pagewire_takes_the_command_and_environment(variant: str) -> None:
     for _, pod in pods(rendered(variant)):

@@ -22,8 +22,8 @@ from tests.tiny_models import VOCAB_SIZE
 NUM_TOKENS = 20
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, seed=0)
 
-# (family, block size, tokens a step, transfer): every family, chunks below and above a block, grpc and each way of shm,
-# both block sizes. The full product runs nightly.
+# (family, block size, tokens a step, transfer): every family, chunks below and above a block, grpc, tcp and each way of
+# shm, both block sizes. The full product runs nightly.
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
 SETUPS = [
     ("llama", 4, 3, "grpc"),
@@ -31,9 +31,9 @@ SETUPS = [
     ("qwen3", 4, 3, "shm_ring"),
     ("gemma3", 4, 64, "shm_vm"),
     ("llama", 16, 12, "auto"),
-    ("gemma3", 16, 64, "grpc"),
+    ("gemma3", 16, 64, "tcp"),
 ]
-ALL = product(FAMILIES, (4, 16), (3, 64), ("grpc", "shm_vm", "shm_map", "shm_ring"))
+ALL = product(FAMILIES, (4, 16), (3, 64), ("grpc", "tcp", "shm_vm", "shm_map", "shm_ring"))
 NIXL = [("llama", 4, 64, "nixl")] if is_installed() else []
 LATER = [
     ("mixtral", 16, 64, "grpc"),

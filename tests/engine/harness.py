@@ -17,6 +17,7 @@ from engine.tiers.host_slots import HostSlots
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.store_format import StoreFormat
 from engine.tiers.tier import Slots, Tier
+from engine.transfer.block_io import HostBlocks
 from kvstore.block_pool import BlockPool
 from kvstore.block_store import BlockStore
 from kvstore.kv_groups import RELEASED, KvGroup, KvGroups, plan_groups
@@ -124,7 +125,10 @@ class Harness:
             slots.restore(book)
             tiers.append(Tier("disk", slots, book))
         return KvTiers(
-            self.cache, buffer, tiers, None if self.store is None else self.store(self.block_size, buffer.shape[1])
+            self.cache,
+            HostBlocks(buffer),
+            tiers,
+            None if self.store is None else self.store(self.block_size, buffer.shape[1]),
         )
 
     def add(self, request: EngineRequest) -> None:

@@ -11,6 +11,7 @@ from engine.engine import Engine
 from engine.errors import EngineError, RequestRefused
 from engine.request import AdoptedKv, ChoiceState, EngineRequest, FinishReason
 from engine.sample import SampledToken
+from engine.tiers.disk_format import KV_VERSION
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
 from tests.engine.fake_engine import fake_engine
@@ -175,7 +176,10 @@ def test_eos_ends_with_stop(build: Callable[..., Engine]) -> None:
     engine.close()
 
 
-def test_roots_tell_models_and_block_sizes_apart(build: Callable[..., Engine], tiny_model: Callable[..., Path]) -> None:
+def test_roots_tell_models_and_block_sizes_apart(
+    build: Callable[..., Engine], tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And releases whose code gives tokens other values."""
     roots = set()
     for family, options in (("llama", {}), ("llama", {"block_size": 16}), ("qwen3", {})):
         engine = build(family, **options)
@@ -184,6 +188,10 @@ def test_roots_tell_models_and_block_sizes_apart(build: Callable[..., Engine], t
     parts = build_parts(EngineOptions(model=str(tiny_model("llama", seed=9)), block_size=4, cpu_threads=1))
     assert len(roots | {parts.kv_cache.root}) == 4
     parts.memory.close()
+    monkeypatch.setattr("engine.build.KV_VERSION", KV_VERSION + 1)
+    engine = build("llama")
+    assert engine.root not in roots
+    engine.close()
 
 
 def test_loading_reports_progress(tiny_model: Callable[..., Path]) -> None:

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.build import build_parts
-from engine.engine import Engine
 from engine.kernel_set import load_kernel_set
 from engine.lora.checkpoint import modules_of, read_adapter
 from engine.lora.errors import AdapterError
@@ -303,7 +302,5 @@ def test_configs_that_are_refused(tiny_model: Tiny, tmp_path: Path) -> None:
 
 def test_options_that_are_refused(tiny_model: Tiny) -> None:
     path = str(tiny_model("deepseek_v2"))
-    with pytest.raises(ModelError, match="tensor_parallel_size = 2 is not supported with latent attention"):
-        Engine(EngineOptions(model=path, tensor_parallel_size=2))
     with pytest.raises(ModelError, match="latent attention is not supported with kernels = triton yet"):
         build_parts(EngineOptions(model=path, kernels="triton"))

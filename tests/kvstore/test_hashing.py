@@ -23,6 +23,7 @@ ROOT_FIELDS: dict[str, Any] = {
     "quantization": "none",
     "block_size": 4,
     "group_layout": "full:0-1",
+    "kv_version": 1,
 }
 
 
@@ -150,7 +151,7 @@ def test_two_processes_agree() -> None:
     script = (
         "from kvstore.hashing import block_keys, root_key\n"
         "root = root_key(weights_digest=b'w', kv_config={'b': 2.5, 'a': None}, compute_dtype='float32',"
-        " kv_dtype='float32', quantization='', block_size=4, group_layout='g')\n"
+        " kv_dtype='float32', quantization='', block_size=4, group_layout='g', kv_version=1)\n"
         "print([key.hex() for key in block_keys(root, range(40), 4, cache_salt='s')])"
     )
     outputs = set()

@@ -29,10 +29,15 @@ class ForkedRank:
 class ForkedRanks:
     """A launcher in the place of `mp`."""
 
+    host = "127.0.0.1"
+
     def __init__(self, zygote: Zygote, log: Path) -> None:
         self._zygote = zygote
         self._log = log
         self._listener = RankListener()
+
+    def machine(self, rank: int) -> str:
+        return ""
 
     def start(self, rank: int) -> ForkedRank:
         address, token = self._listener.address, self._listener.token

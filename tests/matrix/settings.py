@@ -11,7 +11,9 @@ from pagewire.sampling import SamplingParams, StructuredOutput
 NUM_TOKENS = 18
 ADAPTER = "tuned"
 MODEL, ADAPTER_DIR, GPTQ_DIR = "<model>", "<adapter>", "<gptq>"
-"""Stand for paths."""
+"""Stand for paths: of the family that the pair asks for."""
+FULL, SLIDING = "llama", "gemma3"
+"""Families: all layers see everything; three layers of four have a window, so that there are several KV groups."""
 _MOTIFS = ((31, 57, 90), (120, 44, 120, 71), (200, 33, 81, 64, 9))
 PROMPTS = {f"prompt {i}": [*motif] * (21 // len(motif)) for i, motif in enumerate(_MOTIFS)}
 """They repeat themselves, so that prompt lookup has guesses; five blocks and a rest each."""
@@ -33,10 +35,9 @@ _ROUNDED = ("int8", "w8a8", "int8 KV", "fp8 KV")
 class Setting:
     """One thing to switch on.
 
-    `options` are the engine's, `sampling` a request's, `model` the model served. `changes_output`: what it gives is
-    compared with itself, alone, and not with the plain path; `changes_output_of` names those with which it is so.
-    `has_effect` names what must be seen to happen in one
-    process.
+    `options` are the engine's, `sampling` a request's, `model` the model served, of `family`. `changes_output`: what it
+    gives is compared with itself, alone, and not with the plain path; `changes_output_of` names those with which it is
+    so. `has_effect` names what must be seen to happen in one process.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Setting:
     has_effect: str = ""
     changes_output_of: tuple[str, ...] = ()
     model: str = MODEL
+    family: str = FULL
 
 
 SETTINGS: dict[str, Setting] = {
@@ -53,6 +55,7 @@ SETTINGS: dict[str, Setting] = {
     "tiers": Setting({"enable_prefix_caching": True, "kv_offloading_size": "1MiB"}, has_effect="loads"),
     "preemption": Setting({"num_blocks": 22, "max_model_len": 48}, has_effect="preemptions"),
     "migration": Setting(),
+    "sliding windows": Setting(family=SLIDING, changes_output=True),
     "n-gram speculation": Setting(
         {"speculative_config": json.dumps(_DRAFTS | {"prompt_lookup_min": 1})}, has_effect="drafts"
     ),
@@ -115,6 +118,11 @@ class Pair:
     def model(self) -> str:
         """The one that isn't the usual, if there is one."""
         return next((setting.model for setting in self.settings if setting.model != MODEL), MODEL)
+
+    @property
+    def family(self) -> str:
+        """The one that isn't the usual, if there is one."""
+        return next((setting.family for setting in self.settings if setting.family != FULL), FULL)
 
     @property
     def adapter(self) -> str:

@@ -122,7 +122,7 @@ async def test_g13_a_seed_decides_everywhere(running: System, model: Path) -> No
         engine.close()
 
 
-@pytest.mark.parametrize("plane", ["grpc", "shm_vm"])
+@pytest.mark.parametrize("plane", ["grpc", "tcp", "shm_vm"])
 async def test_g15_kv_that_is_larger_than_a_message(tiny_model: Callable[..., Path], plane: str) -> None:
     """More than gRPC's 4 MiB goes over in pieces."""
     wide = tiny_model("llama", num_hidden_layers=2, num_key_value_heads=4, head_dim=512)

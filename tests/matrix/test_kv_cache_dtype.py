@@ -13,7 +13,7 @@ from tests.decode_svc.harness import NIXL, cluster, greedy, random_prompt, refer
 OPTIONS = {"kernels": "torch", "kv_cache_dtype": "int8"}
 
 
-@pytest.mark.parametrize("plane", ["grpc", "shm_vm", "shm_map", "shm_ring", NIXL])
+@pytest.mark.parametrize("plane", ["grpc", "tcp", "shm_vm", "shm_map", "shm_ring", NIXL])
 async def test_every_plane(tiny_model: Callable[..., Path], plane: str) -> None:
     model = tiny_model("llama")
     work = [(random_prompt(length, length), greedy(5)) for length in (3, 8, 17)]

@@ -18,7 +18,18 @@ from router.request import GenerateCall, TokenPrompt
 from tests.chaos.zygote import Zygote
 from tests.decode_svc.harness import make_engine, until
 from tests.matrix.forked_ranks import ForkedRanks
-from tests.matrix.settings import ADAPTER_DIR, GPTQ_DIR, MODEL, PROMPTS, REFUSED, SETTINGS, Pair, table
+from tests.matrix.settings import (
+    ADAPTER_DIR,
+    FULL,
+    GPTQ_DIR,
+    MODEL,
+    PROMPTS,
+    REFUSED,
+    SETTINGS,
+    SLIDING,
+    Pair,
+    table,
+)
 from tests.matrix.system import Result, in_one_process, system
 from tests.quantized_checkpoints import gptq, quantized_copy
 from tests.tiny_adapters import make_adapter
@@ -33,7 +44,8 @@ PAIRS = [
     if frozenset(pair) not in REFUSED
 ]
 Expected = Callable[[Pair], dict[str, Result]]
-Fill = Callable[[dict[str, Any]], dict[str, Any]]
+Make = Callable[[Pair, dict[str, Any]], Engine]
+Paths = dict[str, dict[str, Path]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,37 +58,48 @@ def forked_ranks(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
-def paths(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What stands for paths in options, and the paths."""
-    directory = tmp_path_factory.mktemp("paths")
+def paths(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Paths:
+    """By family: what stands for paths in options, and the paths."""
+    return {family: paths_of(tiny_model(family), tmp_path_factory.mktemp(family)) for family in (FULL, SLIDING)}
+
+
+def paths_of(model: Path, directory: Path) -> dict[str, Path]:
     quantized, _ = quantized_copy(model, directory, gptq(group_size=-1, act_order=True))
     return {MODEL: model, ADAPTER_DIR: make_adapter(model, directory / "adapter"), GPTQ_DIR: quantized}
 
 
-@pytest.fixture(scope="module")
-def fill(paths: dict[str, Path]) -> Fill:
+def filled(value: Any, paths: dict[str, Path]) -> Any:
     """Options with the paths in their places."""
-
-    def filled(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(filled, value))
-        if isinstance(value, str):
-            for name, path in paths.items():
-                value = value.replace(name, str(path))
-        return value
-
-    return lambda options: {name: filled(value) for name, value in options.items()}
+    if isinstance(value, dict):
+        return {name: filled(each, paths) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(filled(each, paths) for each in value)
+    if isinstance(value, str):
+        for name, path in paths.items():
+            value = value.replace(name, str(path))
+    return value
 
 
 @pytest.fixture(scope="module")
-def expected(paths: dict[str, Path], fill: Fill) -> Expected:
+def make(paths: Paths) -> Make:
+    """An engine on the pair's model."""
+
+    def engine(pair: Pair, options: dict[str, Any]) -> Engine:
+        own = paths[pair.family]
+        return make_engine(own[pair.model], **filled(options, own))
+
+    return engine
+
+
+@pytest.fixture(scope="module")
+def expected(make: Make) -> Expected:
     """Each prompt alone, with nothing on that is not meant to change the output; computed once."""
     known: dict[str, dict[str, Result]] = {}
 
     def find(pair: Pair) -> dict[str, Result]:
-        what = repr((pair.model, pair.plain_options, pair.sampling, pair.adapter))
+        what = repr((pair.family, pair.model, pair.plain_options, pair.sampling, pair.adapter))
         if what not in known:
-            engine = make_engine(paths[pair.model], **fill(pair.plain_options))
+            engine = make(pair, pair.plain_options)
             known[what] = {}
             for name, prompt in PROMPTS.items():
                 known[what] |= in_one_process(engine, {name: (prompt, pair.sampling)}, adapter=pair.adapter)
@@ -87,9 +110,10 @@ def expected(paths: dict[str, Path], fill: Fill) -> Expected:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_in_one_process(paths: dict[str, Path], fill: Fill, expected: Expected, pair: Pair) -> None:
+def test_in_one_process(make: Make, expected: Expected, pair: Pair) -> None:
     """Twice: the second time there is a prefix to hit or to load."""
-    engine, seen = make_engine(paths[pair.model], **fill(pair.options)), Counter[str]()
+    engine, seen = make(pair, pair.options), Counter[str]()
+    assert engine.kv_cache.groups.slides == (pair.family == SLIDING)
 
     def watch(step: StepOutput) -> None:
         seen["hits"] += sum(num_tokens for _, num_tokens in step.cached)
@@ -124,10 +148,10 @@ def prevented(pair: Pair, effect: str) -> bool:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-async def test_through_services(paths: dict[str, Path], fill: Fill, expected: Expected, pair: Pair) -> None:
-    migrates = pair.has("migration")
-    options = fill(pair.options)
-    async with system(paths[pair.model], num_prefill=1, num_decode=2 if migrates else 1, **options) as running:
+async def test_through_services(paths: Paths, expected: Expected, pair: Pair) -> None:
+    migrates, own = pair.has("migration"), paths[pair.family]
+    options = filled(pair.options, own)
+    async with system(own[pair.model], num_prefill=1, num_decode=2 if migrates else 1, **options) as running:
         for _ in range(2):
             calls = [
                 GenerateCall(TokenPrompt(tuple(prompt)), pair.sampling, adapter=pair.adapter)
@@ -147,7 +171,7 @@ async def test_through_services(paths: dict[str, Path], fill: Fill, expected: Ex
         assert bool(running.num_migrations) == migrates
 
 
-def test_what_cannot_be_together_is_refused(paths: dict[str, Path], fill: Fill) -> None:
+def test_what_cannot_be_together_is_refused(make: Make) -> None:
     """By name, or one option holds both, so that there is no way to ask for them."""
     for pair in map(sorted, REFUSED):
         one, other = (SETTINGS[name].options for name in pair)
@@ -156,7 +180,7 @@ def test_what_cannot_be_together_is_refused(paths: dict[str, Path], fill: Fill) 
         asked = Pair(*pair)
         reason = r"quantization = (int8|w8a8): the checkpoint is quantized already \(gptq"
         with pytest.raises(ValueError, match=reason):
-            make_engine(paths[asked.model], **fill(asked.options))
+            make(asked, asked.options)
 
 
 def test_the_documentation_has_this_table() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from pagewire.fetch_metrics import FetchMetrics
-from pagewire.metrics import MetricsServer, RouterMetrics, RpcMetrics, WorkerMetrics
+from pagewire.metrics import MetricsServer, RouterMetrics, RpcMetrics, TokenMetrics, WorkerMetrics
 from pagewire.ports import BindError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -34,6 +34,22 @@ def test_router_metrics_bear_vllms_names() -> None:
         'pagewire:request_failures_total{code="UNAVAILABLE",model_name="m"} 1.0',
     ):
         assert line in text
+
+
+def test_gaps_between_tokens_are_counted_as_a_histogram_counts() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tokens = TokenMetrics(ours, "m")
+    buckets = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+    name, labels = "vllm:inter_token_latency_seconds", ("model_name",)
+    histogram = Histogram(name, "Between tokens of a choice.", labels, buckets=buckets, registry=theirs).labels("m")
+    for num_tokens, gap in ((1, None), (1, 0.0), (3, 0.001), (2, 0.0011), (1, 0.3), (1, 300.0), (1, 301.0)):
+        tokens.add(num_tokens, gap)
+        for _ in range(0 if gap is None else num_tokens):
+            histogram.observe(gap)
+    text = generate_latest(ours).decode()
+    for line in generate_latest(theirs).decode().splitlines():
+        assert "_created" in line or line in text
+    assert 'vllm:generation_tokens_total{model_name="m"} 10.0' in text
 
 
 def test_worker_metrics_bear_vllms_names() -> None:

@@ -46,6 +46,16 @@ def test_options_reach_the_processes_that_know_them(
     assert (plan.router.policy, plan.router.port, prefill.port) == ("load", 7001, 0)
 
 
+def test_workers_take_turns_where_each_uses_every_core(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    assert not make_plan(flags, None, 1, 1).take_turns
+    assert not make_plan({**flags, "cpu_threads": "3"}, None, 1, 1).take_turns
+    assert make_plan({**flags, "cpu_threads": "4"}, None, 1, 1).take_turns
+    assert not make_plan({**flags, "cpu_threads": "4"}, None, 0, 1).take_turns
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    assert not make_plan(flags, None, 1, 1).take_turns
+
+
 def test_workers_share_threads_and_memory(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(9)))
     plan = make_plan(flags, None, 2, 2)
@@ -55,6 +65,7 @@ def test_workers_share_threads_and_memory(flags: dict[str, Any], monkeypatch: py
     assert {(engine.kv_cache_memory_bytes, engine.kv_cache_memory_share) for engine in engines} == {(None, 0.1)}
     greedy = make_plan({**flags, "kv_cache_memory_share": "0.9"}, None, 1, 2)
     assert [worker.engine.kv_cache_memory_share for worker in greedy.workers.values()] == [pytest.approx(0.3)] * 3
+    assert [worker.engine.gpu_memory_utilization for worker in greedy.workers.values()] == [pytest.approx(0.3)] * 3
     chosen = make_plan({**flags, "cpu_threads": "7", "kv_cache_memory_bytes": "1MiB"}, None, 1, 1).workers["decode-0"]
     assert (chosen.engine.cpu_threads, chosen.engine.kv_cache_memory_bytes) == (7, 1 << 20)
 

@@ -169,7 +169,7 @@ async def test_the_http_api_reads_its_certificates_again(tmp_path: Path) -> None
     old = make_authority(tmp_path, "old")
     new = make_authority(tmp_path, "new")
     certificate, key = make_certificate(tmp_path, "server", "old")
-    context = TlsFiles(certificate, key).watch_context()
+    context = TlsFiles(certificate, key).watch_context("the HTTP API")
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"ok")

@@ -91,3 +91,25 @@ async def test_what_is_given_stays_and_is_given_once(keeper: tuple[AdapterKeeper
     workers.adapters = {"p": (A,), "d": (A,)}
     router.look()
     assert (workers.calls, router._tasks) == ([("d", "load", 5)], {})
+
+
+async def test_who_joins_while_a_load_fails_does_not_keep_it(keeper: tuple[AdapterKeeper, Workers]) -> None:
+    """`p` has got it and loses it again, since another worker can't take it; `d` was given it meanwhile."""
+    router, workers = keeper
+    workers.may_answer.set()
+    workers.adapters = {"p": (A,), "d": ()}
+    router.look()
+    await until(lambda: not router._tasks)
+    workers.adapters = {"p": (), "d": (A,)}
+    router.look()
+    await until(lambda: not router._tasks)
+    assert workers.calls == [("d", "load", 5), ("d", "take back", 5)]
+    assert router.complete({}) == {}
+    router.look()  # it has not told yet that it is gone
+    assert not router._tasks
+    workers.adapters = {"p": (), "d": ()}
+    router.look()
+    workers.adapters = {"p": (A,), "d": ()}
+    router.look()
+    await until(lambda: not router._tasks)
+    assert workers.calls[2:] == [("d", "load", 5)], "somebody has loaded it anew"

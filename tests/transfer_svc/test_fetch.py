@@ -28,7 +28,7 @@ async def warm(workers, name):
         await workers.decode(name, workers.request(PROMPT, PARAMS))
 
 
-@pytest.mark.parametrize("plane", ["grpc", "shm_vm", "shm_map", "shm_ring", NIXL])
+@pytest.mark.parametrize("plane", ["grpc", "tcp", "shm_vm", "shm_map", "shm_ring", NIXL])
 async def test_from_any_worker_to_any_worker(model, expected, plane):
     async with fleet(model, ("p0", "p1", "d0", "d1"), plane=plane) as workers:
         await warm(workers, "p0")

@@ -108,7 +108,7 @@ async def test_a_source_that_has_restarted_or_never_was(model, expected):
         assert failures(node, "peer") == 2, "they are left alone for a while"
 
 
-@pytest.mark.parametrize("plane", ["grpc", "shm_vm", NIXL])
+@pytest.mark.parametrize("plane", ["grpc", "tcp", "shm_vm", NIXL])
 @pytest.mark.parametrize("num_bad", [1, 100])
 async def test_a_block_that_arrives_corrupted(model, expected, monkeypatch, plane, num_bad):
     checksum, left = transfer_svc.manifest.checksum, [num_bad]
@@ -251,6 +251,13 @@ async def test_off_means_off(model, expected):
         await warm(workers)
         assert await first_token(workers, "p1", hint(workers, "p0")) == expected[0]
         assert workers["p1"].value("computed_prompt_tokens_total") == len(PROMPT)
+        assert workers["p1"].value("unfetched_tokens_total", reason="off") == NUM_BLOCKS * BLOCK_SIZE
+
+
+async def test_without_caching_it_is_off_and_not_short(model, expected):
+    async with fleet(model, ("p0", "p1"), options={"p1": {"enable_prefix_caching": False}}) as workers:
+        await warm(workers)
+        assert await first_token(workers, "p1", hint(workers, "p0")) == expected[0]
         assert workers["p1"].value("unfetched_tokens_total", reason="off") == NUM_BLOCKS * BLOCK_SIZE
 
 

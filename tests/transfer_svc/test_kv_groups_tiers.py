@@ -75,6 +75,25 @@ async def test_lent_from_a_tier(model, expected, on_device, at_borrower):
         assert borrower.engine.kv_cache.num_cached >= groups.num_hit_blocks(9)
 
 
+async def test_of_all_full_groups_only_what_the_borrower_lacks_is_loaded(tiny_model):
+    """Three groups keep everything, two slide; the lender's device has less than the borrower."""
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    model = tiny_model("gemma3", num_hidden_layers=5, layer_types=kinds)
+    expected = reference(model, [(PROMPT, PARAMS)])[0][0]
+    async with fleet(model, ("p0", "d0"), options={"p0": HOST}) as workers:
+        lender, borrower = await sink(workers, "p0"), workers["d0"]
+        chain = lender.engine.tiers.chain
+        assert (chain.num_full, len(chain.groups)) == (3, 5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lender.engine.tiers, "start_load", lambda *_, **__: None)
+            await workers.prefill("p0", workers.request(PROMPT[: 3 * BLOCK_SIZE], greedy(1)))
+        await workers.decode("d0", workers.request(PROMPT[: 6 * BLOCK_SIZE], greedy(1)))
+        hint = [lender.source(9, num_lower_blocks=9)]
+        assert await workers.decode("d0", workers.request(PROMPT, PARAMS, hint)) == expected
+        assert borrower.value("hit_tokens_total", source="remote_prefill") == 3 * BLOCK_SIZE
+        assert lender.value("lent_tier_blocks_total", tier="host") == 3 * 3 + chain.num_windows(9)
+
+
 async def test_a_damaged_window_is_not_lent(model, expected):
     async with fleet(model, ("p0", "d0"), options={"p0": HOST}) as workers:
         lender = await sink(workers, "p0")

@@ -8,6 +8,7 @@ import pytest
 from engine.rates import Rate
 from tests.decode_svc.harness import BLOCK_SIZE, NIXL, greedy, random_prompt, reference, until
 from tests.transfer_svc.fleet import Fleet, Node, fleet
+from transfer_svc.lender import LendLimits
 
 PROMPT = random_prompt(7 * BLOCK_SIZE + 2, 1)
 PARAMS = greedy(6)
@@ -37,7 +38,7 @@ def below(node: Node, num_blocks: int = 7):
     return node.source(num_blocks, num_lower_blocks=num_blocks)
 
 
-@pytest.mark.parametrize("plane", ["grpc", "shm_vm", "shm_ring", NIXL])
+@pytest.mark.parametrize("plane", ["grpc", "tcp", "shm_vm", "shm_ring", NIXL])
 async def test_from_host_memory(model, expected, plane):
     async with fleet(model, ("p0", "p1", "d0"), plane=plane, options={"p0": HOST}) as workers:
         lender = await sink(workers, "p0")
@@ -136,6 +137,25 @@ async def test_a_borrower_that_leaves_while_the_tier_is_read(model, expected, mo
         lender.engine.tiers.check_integrity()
         monkeypatch.undo()
         assert await workers.decode("d0", workers.request(PROMPT, PARAMS, [below(lender)])) == expected
+
+
+async def test_the_limits_are_looked_at_again_after_a_load_that_brought_nothing(model, expected, monkeypatch):
+    async with fleet(model, ("p0", "d0"), options={"p0": HOST}) as workers:
+        lender = await sink(workers, "p0")
+        with monkeypatch.context() as patch:
+            patch.setattr(lender.engine.tiers, "start_load", _nothing)
+            await workers.prefill("p0", workers.request(PROMPT[: 3 * BLOCK_SIZE], greedy(1)))
+        (tier,) = lender.engine.tiers.tiers
+
+        def others_were_lent_all_meanwhile(entry, target):
+            lender.worker.lender._limits = LendLimits(max_tickets=0)
+            raise OSError("it cannot be read")
+
+        monkeypatch.setattr(tier.slots, "read", others_were_lent_all_meanwhile)
+        assert await workers.decode("d0", workers.request(PROMPT, PARAMS, [below(lender)])) == expected
+        assert workers["d0"].value("fetched_blocks_total") == 0
+        assert workers["d0"].value("fetch_failures_total", reason="refused") == 1
+        await until(lambda: not lender.engine.kv_cache.num_referenced)
 
 
 async def test_a_lender_without_room_lends_what_its_device_has(model, expected, monkeypatch):

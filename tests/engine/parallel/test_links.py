@@ -17,7 +17,9 @@ from engine import build
 from engine.errors import EngineDied
 from engine.model_config import ModelError
 from engine.parallel import named_socket, rank, ranks
+from engine.parallel.connection import limit_sending
 from engine.parallel.launch import Arrival, ChildProcesses
+from engine.parallel.machines import Machines
 from engine.parallel.messages import Failed, Join, Load, Loaded, receive, send
 from engine.parallel.named_socket import RankListener, connect_rank
 from engine.parallel.ranks import Ranks
@@ -30,11 +32,16 @@ MESSAGE = "x" * 1_000_000  # more than a socket buffers
 class Scripted:
     """A launcher whose ranks are the test's other ends of socket pairs, `peers`."""
 
+    host = "127.0.0.1"
+
     def __init__(self) -> None:
         self.peers: list[Connection[Any, Any]] = []
         self.killed = threading.Event()
         self.closed = False
         self._arrivals: list[Arrival] = []
+
+    def machine(self, rank: int) -> str:
+        return ""
 
     def start(self, rank: int) -> "Scripted":
         own, other = socket.socketpair()
@@ -68,7 +75,7 @@ def others(launcher: Scripted, tiny_model: Callable[..., Path], monkeypatch: pyt
     monkeypatch.setattr(ranks, "STEP_SECONDS", 0.2)
     monkeypatch.setattr(ranks, "LOAD_SECONDS", 5.0)
     options = engine_options(model=str(tiny_model("llama")), tensor_parallel_size=2)
-    each = Ranks(options, launcher, 1)
+    each = Ranks(options, launcher)
     yield each
     each.close()
     assert launcher.closed
@@ -77,7 +84,7 @@ def others(launcher: Scripted, tiny_model: Callable[..., Path], monkeypatch: pyt
 def loaded(launcher: Scripted, digest: bytes = DIGEST) -> None:
     for peer in launcher.peers:
         assert isinstance(receive(peer), Load)
-        send(peer, Loaded(digest))
+        send(peer, Loaded(digest, "float32/native/avx2/tp2", 1 << 30))
 
 
 def join(others: Ranks) -> None:
@@ -114,7 +121,7 @@ def test_the_pool_is_sized_when_all_have_loaded(
     monkeypatch.setattr(build, "_free_bytes", lambda device: pytest.fail("others still load"))
     options = engine_options(model=str(tiny_model("llama")), dtype="float32", tensor_parallel_size=2, cpu_threads=2)
     with pytest.raises(Waited):
-        build._build_parts(options, None, SimpleNamespace(wait_loaded=wait_loaded))  # type: ignore[arg-type]
+        build._build_parts(options, None, SimpleNamespace(wait_loaded=wait_loaded, machines=Machines({1: ""})))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("words", ["a dead device", ""])
@@ -143,7 +150,7 @@ def test_a_rank_that_reads_nothing_holds_up_no_stop(
     monkeypatch.setattr(ranks, "STEP_SECONDS", 60.0)
     loaded(launcher)
     others.wait_loaded(DIGEST)
-    ranks._limit_sending(others._connections[1], 60.0)
+    limit_sending(others._connections[1], 60.0)
     found: list[BaseException] = []
 
     def step() -> None:
@@ -176,7 +183,7 @@ def test_a_rank_that_dies_before_it_meets_the_others_ends_the_meeting(
     """In shared memory, where there is the extension for it, and over gloo, which would wait for it for minutes."""
     invited, over = threading.Event(), threading.Event()
 
-    def meet(file: Path, rank: int, size: int) -> None:
+    def meet(*arguments: object) -> None:
         over.wait(60.0)
 
     monkeypatch.setattr("engine.parallel.process_ranks.ProcessRanks", meet)
@@ -228,7 +235,7 @@ def test_a_rank_that_arrives_while_the_ranks_are_closed_is_let_go(
         return accept(timeout)
 
     monkeypatch.setattr(launcher, "accept", late)
-    others = Ranks(engine_options(model=str(tiny_model("llama")), tensor_parallel_size=2), launcher, 1)
+    others = Ranks(engine_options(model=str(tiny_model("llama")), tensor_parallel_size=2), launcher)
     assert asked.wait(5.0)
     monkeypatch.setattr(launcher, "kill", closing.set)
     (peer,) = launcher.peers

@@ -138,10 +138,11 @@ def test_each_rank_has_its_share_of_the_weights(engine: Engine, tiny_model: Tiny
 FAMILIES = [
     pytest.param("qwen3_moe", {}, 2, "native"),
     pytest.param("phi3", {"num_key_value_heads": 1}, 2, "native"),
+    pytest.param("deepseek_v3", {}, 2, "native"),
     pytest.param("llama", {}, 4, "reference", marks=pytest.mark.nightly),
     *(
         pytest.param(family, {}, 2, kernels, marks=pytest.mark.nightly)
-        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "phi3")
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "phi3", "deepseek_v2", "deepseek_v3")
         for kernels in ("reference", "torch", "native")
     ),
 ]

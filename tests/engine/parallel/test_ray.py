@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +13,7 @@ from engine.errors import EngineDied
 from engine.model_config import ModelError
 from pagewire.sampling import SamplingParams
 from tests.decode_svc.harness import make_engine
+from tests.ray_cluster import two_nodes
 
 Tiny = Callable[..., Path]
 PROMPTS = [[5, 6, 7], [(7 * i) % 290 + 5 for i in range(21)]]
@@ -51,6 +52,49 @@ def test_the_tokens_are_those_of_one_process_and_an_actor_that_dies_is_noticed(
     finally:
         engine.close()
     assert not psutil.pid_exists(pid)
+
+
+@pytest.fixture(name="two_nodes")
+def _two_nodes() -> Iterator[None]:
+    pytest.importorskip("ray", reason="Ray is not installed (extra pagewire[ray])")
+    with two_nodes():
+        yield
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("two_nodes")
+def test_a_rank_on_another_node_shares_no_memory_and_gives_the_same_tokens(tiny_model: Tiny) -> None:
+    """With blocks that a tier has; then it is killed."""
+    model = tiny_model("llama")
+    alone = make_engine(model)
+    expected = alone.generate(PROMPTS, GREEDY)
+    alone.close()
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "kv_offloading_size": "1MiB"}
+    engine = make_engine(model, **options)
+    try:
+        assert engine._ranks is not None
+        assert engine._ranks.machines.elsewhere == [1]
+        assert engine.memory.fd is None
+        for _ in range(2):
+            assert engine.generate(PROMPTS, GREEDY) == expected
+            assert engine.tiers is not None
+            assert engine.tiers.quiesce()
+            engine.kv_cache.reset()
+        (pid,) = engine._ranks._pids.values()
+        assert "ray::" in " ".join(psutil.Process(pid).cmdline())
+        os.kill(pid, signal.SIGKILL)
+        assert f"rank 1 (process {pid} on " in str(engine.death.exception(10))
+    finally:
+        engine.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("two_nodes")
+def test_a_cluster_with_too_few_cpus_is_refused_with_the_numbers(tiny_model: Tiny) -> None:
+    with pytest.raises(ModelError, match=r"tensor_parallel_size = 4 needs 3 actors of one CPU; .* nodes have 0, 2"):
+        make_engine(tiny_model("llama"), tensor_parallel_size=4, distributed_executor_backend="ray")
 
 
 def test_without_ray_it_says_what_to_install(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

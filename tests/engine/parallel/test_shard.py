@@ -21,6 +21,8 @@ def shards(size: int, num_kv_heads: int, vocab_size: int = 300) -> list[Shard]:
     [
         ("layers.0.self_attn.q_proj.weight", (32, 12), 0),
         ("layers.0.self_attn.q_proj.bias", (32,), 0),
+        ("layers.0.self_attn.q_b_proj.weight", (32, 12), 0),
+        ("layers.0.self_attn.kv_b_proj.weight", (32, 12), 0),
         ("layers.0.self_attn.k_proj.weight", (16, 12), 0),
         ("layers.0.self_attn.v_proj.bias", (16,), 0),
         ("layers.0.self_attn.o_proj.weight", (12, 32), 1),
@@ -42,7 +44,14 @@ def test_parts_make_the_whole(name: str, whole: tuple[int, ...], dim: int, size:
 
 @pytest.mark.parametrize(
     "name",
-    ["norm.weight", "layers.0.self_attn.q_norm.weight", "layers.0.mlp.gate.weight", "layers.0.mlp.down_proj.bias"],
+    [
+        "norm.weight",
+        "layers.0.self_attn.q_norm.weight",
+        "layers.0.self_attn.kv_a_proj_with_mqa.weight",
+        "layers.0.self_attn.q_a_proj.bias",
+        "layers.0.mlp.gate.weight",
+        "layers.0.mlp.down_proj.bias",
+    ],
 )
 def test_some_are_everybodys(name: str) -> None:
     stored = torch.rand(8)

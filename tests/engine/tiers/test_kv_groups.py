@@ -271,6 +271,62 @@ def test_what_the_device_has_stays_while_the_store_brings_the_rest(build: Callab
     cache.release(others or ())
 
 
+def _with_store(build: Callable[..., Harness], model: str, **options: Any) -> Harness:
+    """A harness whose store has the prompt, and whose device has nothing."""
+    harness = build(model, store=lambda *sizes: (_MemoryStore(), StoreFormat(b"m" * 32, *sizes)), **options)
+    run(harness, "cold", PROMPT)
+    assert harness.tiers is not None
+    assert harness.tiers.store is not None
+    harness.tiers.store.settings = StoreSettings(min_deadline=60)
+    harness.cache.reset()
+    return harness
+
+
+@pytest.mark.parametrize(("model", "most"), [("three and two", 22), ("one and one", 8), ("one and one", 2)])
+def test_the_store_is_asked_for_no_more_than_there_is_room_for(
+    build: Callable[..., Harness], model: str, most: int
+) -> None:
+    """With windows and all; of each number all full groups or none."""
+    harness = _with_store(build, model, num_host_blocks=0)
+    assert harness.tiers is not None
+    keys, chain = harness.cache.keys_for(PROMPT), harness.tiers.chain
+    load = harness.tiers.start_load(keys, PROMPT, [0] * chain.num_full, max_blocks=most, ask_store=True)
+    depth = (most - chain.num_windows(9)) // chain.num_full
+    if depth < 1:
+        assert load is None
+        return
+    assert load is not None
+    load.done.result(30)
+    assert chain.num_full * depth < len(load.block_ids) <= most
+    landed = load.commit("")
+    assert harness.cache.hit_depth(keys) == depth
+    harness.cache.release(landed)
+
+
+def test_what_a_tier_loses_before_it_is_held_is_not_held_twice_by_the_store(
+    build: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the plan and the taking another thread evicts the fifth block of the tier."""
+    harness = _with_store(build, "three and two")
+    run(harness, "head", PROMPT[:9], max_tokens=1)  # two blocks on the device
+    assert harness.tiers is not None
+    (tier,) = harness.tiers.tiers
+    take, num_taken = tier.take, 0
+
+    def lose(*arguments: Any) -> Any:
+        nonlocal num_taken
+        num_taken += 1
+        return None if num_taken == 5 else take(*arguments)
+
+    monkeypatch.setattr(tier, "take", lose)
+    load = _load(harness, ask_store=True)
+    places = [place for place, _ in load.loaded]
+    assert len(places) == len(set(places))
+    harness.cache.release(load.commit(""))
+    assert not harness.cache.num_referenced
+    assert harness.cache.hit_depth(harness.cache.keys_for(PROMPT)) == 9
+
+
 def test_group_0_never_has_more_than_its_siblings(build: Callable[..., Harness]) -> None:
     """Room for four blocks, of one number all three and of the next one."""
     harness = build()

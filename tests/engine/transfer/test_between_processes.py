@@ -1,4 +1,4 @@
-"""The shared-memory planes between two processes, and what a SIGKILL of the sender leaves: nothing."""
+"""Shared memory and TCP between two processes, and what a SIGKILL of the sender leaves: nothing."""
 
 import json
 import subprocess
@@ -26,17 +26,20 @@ NUM_BLOCKS, BLOCK_BYTES = 6, 5000
 SENDER = """
 import asyncio, dataclasses, json, sys
 from engine.transfer.pool_server import PoolServer
+from engine.transfer.tcp_server import TcpServer
+from engine.transfer.tcp_wire import TcpSettings
 from tests.engine.transfer.pool import Pool
 
 async def main():
     pool = Pool(6, 5000, memfd=True, seed=3)
-    server = PoolServer(pool)
+    server = PoolServer(pool, tcp=TcpServer(pool, TcpSettings()))
     server.start()
     ring = server.open_ring_lease()
-    slots = [ring.put(block_id) for block_id in range(2)]
+    slots = [ring.put(pool.buffer[block_id]) for block_id in range(2)]
     info = dataclasses.asdict(server.info)
     del info["nixl_metadata"]
-    print(json.dumps(info | {"token": info["token"].hex(), "slots": slots}), flush=True)
+    secrets = {name: info[name].hex() for name in ("token", "tcp_secret")}
+    print(json.dumps(info | secrets | {"slots": slots}), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 asyncio.run(main())
@@ -55,12 +58,13 @@ def sender() -> Iterator[tuple[subprocess.Popen[str], SharedPoolInfo, list[tuple
     assert child.stdout is not None
     said = json.loads(child.stdout.readline())
     slots = [tuple(slot) for slot in said.pop("slots")]
-    yield child, SharedPoolInfo(**said | {"token": bytes.fromhex(said["token"])}), slots
+    secrets = {name: bytes.fromhex(said[name]) for name in ("token", "tcp_secret")}
+    yield child, SharedPoolInfo(**said | secrets), slots
     child.kill()
     child.communicate()
 
 
-@pytest.mark.parametrize("plane", [Plane.SHM_VM, Plane.SHM_MAP, Plane.SHM_RING])
+@pytest.mark.parametrize("plane", [Plane.SHM_VM, Plane.SHM_MAP, Plane.SHM_RING, Plane.TCP])
 def test_another_process_reads_and_survives_a_kill(sender, plane):
     child, info, slots = sender
     source, target = Pool(NUM_BLOCKS, BLOCK_BYTES, seed=3), Pool(NUM_BLOCKS, BLOCK_BYTES, seed=4)

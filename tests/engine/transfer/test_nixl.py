@@ -11,7 +11,7 @@ import pytest
 
 from engine.transfer.checksum import checksum
 from engine.transfer.landing import Landing
-from engine.transfer.negotiate import common_planes, open_receiver, start_agent, wanted_planes
+from engine.transfer.negotiate import Means, common_planes, open_receiver, start_agent, wanted_planes
 from engine.transfer.nixl_agent import NixlAgent, Region
 from engine.transfer.nixl_load import is_installed
 from engine.transfer.nixl_read import NixlReceiver
@@ -40,7 +40,7 @@ class Pair:
         self.agent.share([Region(self.target.address, self.target.buffer.nbytes)])
 
     def open(self) -> NixlReceiver:
-        receiver = open_receiver([Plane.NIXL], self.sender.info, BLOCK_BYTES, self.agent)
+        receiver = open_receiver([Plane.NIXL], self.sender.info, BLOCK_BYTES, Means(self.agent))
         assert isinstance(receiver, NixlReceiver)
         return receiver
 
@@ -163,10 +163,10 @@ async def test_bad_metadata_is_refused():
 
 def test_who_has_nixl_decides_the_plane():
     nixl, everything = wanted_planes("nixl"), wanted_planes("auto")
-    assert nixl == (Plane.NIXL, Plane.GRPC)
+    assert nixl == (Plane.NIXL, Plane.TCP, Plane.GRPC)
     sender = (Plane.SHM_VM, Plane.NIXL, Plane.GRPC)
     for same_host in (True, False):
-        assert common_planes(nixl, sender, same_host=same_host, allowed=nixl) == nixl
+        assert common_planes(nixl, sender, same_host=same_host, allowed=nixl) == (Plane.NIXL, Plane.GRPC)
         assert common_planes(nixl, (Plane.SHM_VM, Plane.GRPC), same_host=same_host, allowed=everything) == (Plane.GRPC,)
     assert Plane.NIXL not in everything, "its ports are open to the network: it must be asked for"
     assert start_agent(everything, "nobody") is None

@@ -34,6 +34,7 @@ from tests.engine.transfer.pool import Pool
 async def main():
     server = PoolServer(Pool({NUM_BLOCKS}, {BLOCK_BYTES}, seed=3), NixlAgent("sender"))
     info = dataclasses.asdict(server.info)
+    del info["tcp_secret"]
     for name in ("token", "nixl_metadata"):
         info[name] = info[name].hex()
     print(json.dumps(info), flush=True)

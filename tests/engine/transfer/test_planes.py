@@ -1,4 +1,4 @@
-"""Every shared-memory plane copies the right bytes, notices wrong ones, and leaves nothing behind."""
+"""Every plane that reads the sender's pool copies the right bytes, notices wrong ones, and leaves nothing behind."""
 
 import asyncio
 import gc
@@ -23,10 +23,13 @@ from engine.transfer.plane import (
     block_view,
 )
 from engine.transfer.pool_server import PoolServer
+from engine.transfer.tcp_server import TcpServer
+from engine.transfer.tcp_wire import TcpSettings
 from tests.engine.transfer.pool import Pool
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 1000
 SHM = [Plane.SHM_VM, Plane.SHM_MAP, Plane.SHM_RING]
+PLANES = [*SHM, Plane.TCP]
 
 
 async def in_thread(function, *arguments):
@@ -50,7 +53,7 @@ def pools() -> Iterator[tuple[Pool, Pool]]:
 
 @asynccontextmanager
 async def connected(pool: Pool, plane: Plane) -> AsyncIterator[tuple[PoolServer, BlockReceiver]]:
-    server = PoolServer(pool)
+    server = PoolServer(pool, tcp=TcpServer(pool, TcpSettings()))
     server.start()
     receiver = await in_thread(open_receiver, [plane], server.info, BLOCK_BYTES)
     assert receiver is not None
@@ -67,12 +70,12 @@ async def describe(server: PoolServer, plane: Plane, block_id: int) -> RemoteBlo
     digest = checksum(block_view(server.pool, block_id))
     if plane is Plane.SHM_RING:
         lease = server.open_ring_lease()
-        slot, generation = lease.put(block_id)
+        slot, generation = lease.put(server.pool.buffer[block_id])
         return RemoteBlock(slot, generation, digest)
     return RemoteBlock(block_id, int(server.pool.generations[block_id]), digest)
 
 
-@pytest.mark.parametrize("plane", SHM)
+@pytest.mark.parametrize("plane", PLANES)
 async def test_copies_the_blocks(pools, plane):
     source, target = pools
     async with connected(source, plane) as (server, receiver):
@@ -81,7 +84,7 @@ async def test_copies_the_blocks(pools, plane):
         assert (target.buffer[[3, 4, 9]] == source.buffer[[7, 0, 11]]).all()
 
 
-@pytest.mark.parametrize("plane", SHM)
+@pytest.mark.parametrize("plane", PLANES)
 async def test_corruption_and_reuse_are_noticed(pools, plane):
     source, target = pools
     async with connected(source, plane) as (server, receiver):
@@ -94,7 +97,7 @@ async def test_corruption_and_reuse_are_noticed(pools, plane):
         await in_thread(receiver.read, [good], [address])
 
 
-@pytest.mark.parametrize("plane", SHM)
+@pytest.mark.parametrize("plane", PLANES)
 async def test_a_slot_outside_the_pool_is_not_read(pools, plane):
     """Beyond it lies other memory of the sender, whose generation and checksum a liar could name."""
     source, target = pools
@@ -138,7 +141,7 @@ async def test_ring_slots_come_back_by_ack_and_by_close(pools):
         ring = server._ring
         assert ring is not None
         for round_number in range(3):
-            taken = [lease.put(i % NUM_BLOCKS) for i in range(ring.num_slots)]
+            taken = [lease.put(source.buffer[i % NUM_BLOCKS]) for i in range(ring.num_slots)]
             waiting = asyncio.create_task(lease.wait_for_slot())
             await asyncio.sleep(0.01)
             assert not waiting.done(), "no slot is free"
@@ -148,7 +151,7 @@ async def test_ring_slots_come_back_by_ack_and_by_close(pools):
             ]
             await in_thread(receiver.read, blocks[:1], [block_address(target, 1)])
             await asyncio.wait_for(waiting, 5)
-            slot, generation = lease.put(2)
+            slot, generation = lease.put(source.buffer[2])
             assert slot == taken[0][0]
             assert generation > taken[0][1]
             lease.close()
@@ -189,8 +192,10 @@ async def test_private_pool_cannot_be_mapped():
 
 def test_common_planes():
     everything = wanted_planes("auto")
-    sender = (Plane.SHM_VM, Plane.SHM_RING, Plane.GRPC)
+    sender = (Plane.SHM_VM, Plane.SHM_RING, Plane.TCP, Plane.GRPC)
     assert common_planes(everything, sender, same_host=True, allowed=everything) == sender
-    assert common_planes(everything, sender, same_host=False, allowed=everything) == (Plane.GRPC,)
+    assert common_planes(everything, sender, same_host=False, allowed=everything) == (Plane.TCP, Plane.GRPC)
+    older = (Plane.SHM_VM, Plane.GRPC)
+    assert common_planes(wanted_planes("tcp"), older, same_host=True, allowed=everything) == (Plane.GRPC,)
     assert common_planes(wanted_planes("shm"), sender, same_host=False, allowed=everything) == ()
     assert common_planes(everything, sender, same_host=True, allowed=wanted_planes("grpc")) == (Plane.GRPC,)

@@ -71,6 +71,22 @@ def test_greedy_tokens_are_hugging_faces(tiny_model: Callable[..., Path]) -> Non
     engine.close()
 
 
+def test_an_e4m3_cache_gives_the_tokens_of_the_cpus(tiny_model: Callable[..., Path]) -> None:
+    """Both store each token with its own scale; the fixture's margins are far beyond what else differs."""
+    path, prompt = tiny_model("qwen3", num_hidden_layers=2), random_prompt(21, seed=7).tolist()
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    outputs, pools = [], []
+    for kernels in ("triton", "reference"):
+        engine = Engine(options(path, kernels=kernels, kv_cache_dtype="fp8", max_num_batched_tokens=16))
+        outputs.append(engine.generate([prompt], params))
+        assert engine.numerics_class.startswith("float32+kv_fp8_e4m3/")
+        pools.append(engine.memory.blocks.clone())
+        engine.close()
+    assert outputs[0] == outputs[1]
+    differing = int((pools[0] != pools[1]).sum())
+    assert differing < pools[0].count_nonzero() / 50, "more than what rounding moves"
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "phi3", "mixtral"])
@@ -101,7 +117,7 @@ def test_what_is_not_served_is_refused(tiny_model: Callable[..., Path], monkeypa
     refused = {
         "enable_lora": {"enable_lora": True},
         r"speculative_config\.model": draft,
-        "kv_cache_dtype = fp8": {"kv_cache_dtype": "fp8"},
+        "kv_cache_dtype = int8": {"kv_cache_dtype": "int8"},
     }
     for what, asked in refused.items():
         with pytest.raises(EngineError, match=f"{what} is not supported with kernels = triton yet"):

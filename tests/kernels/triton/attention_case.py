@@ -48,10 +48,14 @@ class AttentionCase:
         memory.blocks.copy_(blocks)
         num_heads = self.num_kv_heads * self.group_size
         q = torch.randn(sum(self.query_lens), num_heads, self.head_dim, generator=generator).to(self.dtype)
-        scales = (
-            [torch.rand(self.num_kv_heads, generator=generator) / 20 + 0.02 for _ in range(2)] if self.fp8 else None
-        )
+        scales = [_random_scales(blocks.shape[0], self, generator) for _ in range(2)] if self.fp8 else None
         return AttentionInputs(self, q, *memory.layer(1), tables, scales)
+
+
+def _random_scales(num_blocks: int, case: AttentionCase, generator: torch.Generator) -> Tensor:
+    """One for each token of each head; strided as those that stand behind the values in a cell."""
+    shape = (num_blocks, case.num_kv_heads, 2 * case.block_size + 4)
+    return (torch.rand(shape, generator=generator) / 20 + 0.02)[..., : case.block_size]
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class AttentionInputs:
         caches = [self.k_cache.double(), self.v_cache.double()]
         if self.scales is None:
             return caches
-        return [cache * scale.double()[:, None, None] for cache, scale in zip(caches, self.scales, strict=True)]
+        return [cache * scale.double()[..., None] for cache, scale in zip(caches, self.scales, strict=True)]
 
     def decode(self) -> Tensor:
         return decode_attention(

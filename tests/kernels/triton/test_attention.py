@@ -90,10 +90,11 @@ def test_e4m3_cache(case: str, native: bool, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("kernels", "old", "new"),
     [
-        (decode_attention, "scale * tl.load(k_scale + kv_head)", "scale * tl.load(k_scale)"),
-        (decode_attention, "tl.load(v_scale + head // G)", "tl.load(v_scale + head % G)"),
-        (prefill_attention, "scale * tl.load(k_scale + kv_head)", "scale * 0.04"),
-        (prefill_attention, "tl.load(v_scale + kv_head)", "tl.load(v_scale)"),
+        (decode_attention, "k_scale + kv_head.to(tl.int64) * stride_scale_head", "k_scale"),
+        (decode_attention, "v_scale + kv_head.to(tl.int64) * stride_scale_head", "v_scale"),
+        (decode_attention, "        stride_scale_block,\n        D,", "        stride_scale_head,\n        D,"),
+        (prefill_attention, "k_scale + kv_head.to(tl.int64) * stride_scale_head", "k_scale"),
+        (prefill_attention, "v_scale + kv_head.to(tl.int64) * stride_scale_head", "v_scale"),
     ],
 )
 def test_a_bug_in_the_scales_goes_red(

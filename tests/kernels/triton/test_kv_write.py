@@ -88,9 +88,9 @@ def test_head_sizes() -> None:
     ("old", "new"),
     [
         ("second * c + first * s).to(q_out", "second * c - first * s).to(q_out"),
-        ("_stored(second * c + first * s", "_stored(second * c - first * s"),
+        ("first * c - second * s, second * c + first * s", "first * c - second * s, second * c - first * s"),
         ("slot % BLOCK_SIZE", "(slot + 1) % BLOCK_SIZE"),
-        ("v_target + HALF, _stored(second, v", "v_target + HALF, _stored(first, v"),
+        ("_store(first, second, v,", "_store(first, first, v,"),
         ("token[:, None] * HALF + column", "token[:, None] * 0 + column"),
     ],
 )
@@ -123,20 +123,30 @@ def test_what_does_not_fit_is_refused() -> None:
         Step(step.q, step.k, step.v, step.cos, step.sin, step.slots.int(), step.memory).run(kv_write)
 
 
-def test_an_e4m3_cache_gets_the_rounded_quotients() -> None:
-    """k and v as a bfloat16 cache would get them, over the head's scale, as torch rounds them to e4m3."""
-    step = Step.make(19, 4, 2, 64, torch.bfloat16)
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # rows that aren't finite
+@pytest.mark.parametrize(("dtype", "head_dim"), [*((dtype, 64) for dtype in DTYPES), ("bfloat16", 80)])
+def test_an_e4m3_cache_is_every_kernel_sets(dtype: str, head_dim: int) -> None:
+    """Bytes and scales are those of `QuantizedCells.store` on what a plain cache gets, odd rows included."""
+    step = Step.make(19, 4, 2, head_dim, DTYPES[dtype])
+    step.k[3], step.v[3], step.v[4] = 0.0, 0.0, step.v[4] * 1e-30
+    step.k[5, 0, 7], step.v[6, 1, 2], step.v[7, 1, 2] = torch.nan, torch.inf, -torch.inf
+    step.v[8, :, :9] *= 1e-4  # too small beside the others
     step.run(kv_write)
-    layout = KvLayout(3, 2, 64, 16, CACHE_DTYPE)
-    memory = KvMemory(layout, step.memory.num_blocks)
-    scales = {"k_scale": torch.tensor([0.02, 0.003]), "v_scale": torch.tensor([0.5, 0.01])}
-    kv_write.rope_and_write_kv(step.q, step.k, step.v, step.cos, step.sin, *memory.layer(1), step.slots, **scales)
-    slots = step.slots[step.slots >= 0]
-    for plain, stored, scale in zip(step.memory.layer(1), memory.layer(1), scales.values(), strict=True):
-        quotient = plain[slots // 16, :, slots % 16].float() / scale[:, None]
-        expected = quotient.clamp(-448, 448).to(CACHE_DTYPE)
-        assert torch.equal(stored[slots // 16, :, slots % 16].view(torch.uint8), expected.view(torch.uint8))
+    memory = KvMemory(KvLayout(3, 2, head_dim, 16, DTYPES[dtype], "fp8_e4m3"), step.memory.num_blocks)
+    caches = memory.layer(1)
+    values = [cells.values.view(CACHE_DTYPE) for cells in caches]
+    scales = {"k_scale": caches[0].scales, "v_scale": caches[1].scales}
+    kv_write.rope_and_write_kv(step.q, step.k, step.v, step.cos, step.sin, *values, step.slots, **scales)
+    expected = KvMemory(memory.layout, memory.num_blocks)
+    written = step.slots[step.slots >= 0]
+    blocks, offsets = written // 16, written % 16
+    for plain, cells in zip(step.memory.layer(1), expected.layer(1), strict=True):
+        cells.store(plain[blocks, :, offsets], blocks, offsets)
+    for ours, right in zip(caches, expected.layer(1), strict=True):
+        assert torch.equal(ours.values, right.values)
+        assert torch.equal(ours.scales.nan_to_num(nan=-1.0), right.scales.nan_to_num(nan=-1.0))
+    assert torch.equal(memory.blocks[:, [0, 2]], expected.blocks[:, [0, 2]])
     with pytest.raises(ValueError, match="v_scale of an e4m3 cache must be float32"):
         kv_write.rope_and_write_kv(
-            step.q, step.k, step.v, step.cos, step.sin, *memory.layer(1), step.slots, k_scale=scales["k_scale"]
+            step.q, step.k, step.v, step.cos, step.sin, *values, step.slots, k_scale=scales["k_scale"]
         )

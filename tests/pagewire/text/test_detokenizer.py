@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from pagewire.text.detokenizer import DecoderPlan, UnsupportedDecoder
+from pagewire.text.detokenizer import DecoderPlan, Detokenizer, UnsupportedDecoder
 from pagewire.text.tokenizer import Tokenizer
 from tests.tiny_tokenizers import BOS, EOS, byte_fallback, byte_level
 
@@ -76,6 +76,30 @@ def test_pieces_add_up_and_equal_hugging_face(kind: str, token_ids: list[int], s
     assert "a" + "".join(stream(tokenizer, token_ids, skip=skip)) == whole
     if kind == "byte_level" or byte_runs_are_utf8(backend, token_ids, skip=skip):
         assert tokenizer.decode(token_ids, skip_special_tokens=skip) == backend.decode(token_ids, skip)
+
+
+class _EachByItsBytes(Detokenizer):
+    """Never takes a token's text from the table of whole texts."""
+
+    def push(self, token_id: int) -> str:
+        self._is_plain = False
+        return super().push(token_id)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(token_ids=IDS, skip=st.booleans(), continues=st.booleans(), copied_at=st.integers(0, 30))
+@EACH
+def test_remembered_texts_are_those_of_the_bytes(
+    kind: str, token_ids: list[int], skip: bool, continues: bool, copied_at: int
+) -> None:
+    table = TOKENIZERS[kind]._table
+    quick = Detokenizer(table, skip_special_tokens=skip, continues=continues)
+    slow = _EachByItsBytes(table, skip_special_tokens=skip, continues=continues)
+    for number, token_id in enumerate(token_ids):
+        if number == copied_at:
+            quick = quick.copy()
+        assert quick.push(token_id) == slow.push(token_id)
+    assert quick.flush() == slow.flush()
 
 
 @pytest.mark.parametrize("kind", KINDS)

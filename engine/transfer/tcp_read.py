@@ -1,0 +1,121 @@
+"""Plane TCP, receiver: asks the sender for blocks and receives them straight into this worker's own.
+
+    generations as in the manifest? → receive → generations → checksums of the copies, made while they are in the cache
+
+Nothing lands behind a read: whatever happens, this thread alone writes to its targets.
+"""
+
+import ctypes
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from engine.transfer.checksum import checksum_at
+from engine.transfer.landing import Landing
+from engine.transfer.plane import BLOCKS_PER_READ, Plane, PlaneUnavailable, RemoteBlock, SharedPoolInfo
+from engine.transfer.shm_vm import check_checksums, check_generations, check_slots
+from engine.transfer.tcp_wire import STALL_SECONDS, dial, pack_request
+
+_LOOK_SECONDS = 0.1  # so long a read that was stopped may wait for a silent sender
+
+
+class TcpReceiver:
+    """Reads a sender's pool over its own connections: one for each read that runs at the same time."""
+
+    plane = Plane.TCP
+
+    def __init__(
+        self, info: SharedPoolInfo, block_bytes: int, host: str, tls: Callable[[], ssl.SSLContext] | None
+    ) -> None:
+        if not info.tcp_port:
+            raise PlaneUnavailable("the sender does not listen")
+        self._info = info
+        self._block_bytes = block_bytes
+        self._num_slots = info.pool_bytes // block_bytes
+        self._host = host
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._idle = [self._dial()]
+
+    def read(self, blocks: Sequence[RemoteBlock], addresses: Sequence[int], landing: Landing | None = None) -> None:
+        check_slots(blocks, self._num_slots)
+        landing = landing or Landing()
+        connection = self._take()
+        is_idle = False
+        try:
+            for start in range(0, len(blocks), BLOCKS_PER_READ):
+                stop, is_idle = start + BLOCKS_PER_READ, False
+                found = self._receive_blocks(connection, blocks[start:stop], addresses[start:stop], landing)
+                is_idle = True
+                check_checksums(blocks[start:stop], found)
+        except OSError as error:
+            raise PlaneUnavailable(f"a read from {self._host}: {error.strerror or error}") from None
+        finally:
+            self._put_back(connection, is_idle)
+
+    def close(self) -> None:
+        """A connection that is being read from is closed when that read ends."""
+        with self._lock:
+            self._is_open = False
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _receive_blocks(
+        self, connection: socket.socket, blocks: Sequence[RemoteBlock], addresses: Sequence[int], landing: Landing
+    ) -> list[int]:
+        """The checksums of the copies; the blocks had their generations before and after."""
+        connection.settimeout(STALL_SECONDS)
+        connection.sendall(pack_request(blocks))
+        connection.settimeout(_LOOK_SECONDS)
+        check_generations(blocks, self._receive_words(connection, len(blocks), landing))
+        found = []
+        for address in addresses:
+            target = (ctypes.c_char * self._block_bytes).from_address(address)
+            self._receive_into(connection, memoryview(target).cast("B"), landing)
+            found.append(checksum_at(address, self._block_bytes))
+        check_generations(blocks, self._receive_words(connection, len(blocks), landing))
+        return found
+
+    def _receive_words(self, connection: socket.socket, count: int, landing: Landing) -> tuple[int, ...]:
+        words = bytearray(8 * count)
+        self._receive_into(connection, memoryview(words), landing)
+        return struct.unpack(f"<{count}Q", words)
+
+    def _receive_into(self, connection: socket.socket, view: memoryview, landing: Landing) -> None:
+        got, deadline = 0, time.monotonic() + STALL_SECONDS
+        while got < len(view):
+            if landing.is_stopped:
+                raise PlaneUnavailable(f"a read from {self._host} was stopped")
+            try:
+                num_bytes = connection.recv_into(view[got:])
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise PlaneUnavailable(f"{self._host} was silent for {STALL_SECONDS:g} s") from None
+                continue
+            if not num_bytes:
+                raise PlaneUnavailable(f"{self._host} has closed the connection")
+            got, deadline = got + num_bytes, time.monotonic() + STALL_SECONDS
+
+    def _take(self) -> socket.socket:
+        with self._lock:
+            if not self._is_open:
+                raise PlaneUnavailable("closed")
+            if self._idle:
+                return self._idle.pop()
+        return self._dial()
+
+    def _put_back(self, connection: socket.socket, is_idle: bool) -> None:
+        """`is_idle`: its last answer was read to the end."""
+        with self._lock:
+            if is_idle and self._is_open:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _dial(self) -> socket.socket:
+        return dial(self._host, self._info.tcp_port, self._info.tcp_secret, self._tls)

@@ -1,0 +1,145 @@
+"""Plane TCP, sender: answers reads of its pool's blocks to whoever knows the secret of the handshake.
+
+A thread accepts, and each connection has one of its own: bytes go from the pool to the kernel without the event loop.
+What a lease has ended for is of another generation, and is not sent; nor is anything that lies outside the pool.
+"""
+
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+from engine.transfer.block_io import BlockIo
+from engine.transfer.plane import KvPool, PlaneUnavailable
+from engine.transfer.tcp_wire import SECRET_BYTES, STALL_SECONDS, TcpSettings, accept_peer, hang_up, receive_request
+from pagewire.ports import check_bindable
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS = 256
+_SEND_BYTES = 1 << 20  # as much has to go out in STALL_SECONDS
+_NO_FD_SECONDS = 1.0
+
+
+class TcpServer:
+    """Its methods are for one thread; those that serve are its own. `secret` is for the handshake only."""
+
+    def __init__(self, pool: KvPool, settings: TcpSettings, staging: BlockIo | None = None) -> None:
+        """`staging`: for a pool in device memory."""
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self._pool = pool
+        self._settings = settings
+        self._staging = staging
+        self._lock = threading.Lock()
+        self._connections: dict[threading.Thread, socket.socket] = {}
+        self._closed = threading.Event()
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+
+    @property
+    def port(self) -> int:
+        """0 unless it listens."""
+        return 0 if self._listener is None else int(self._listener.getsockname()[1])
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def start(self) -> None:
+        """Raises BindError."""
+        host, port = self._settings.host, self._settings.port
+        check_bindable(host, port)
+        is_v6 = ":" in host
+        self._listener = socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+            dualstack_ipv6=is_v6 and socket.has_dualstack_ipv6(),
+        )
+        self._acceptor = threading.Thread(
+            target=self._accept, args=(self._listener,), name="kv-tcp-accept", daemon=True
+        )
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Ends every connection; when it returns nobody reads the pool any more. Idempotent."""
+        self._closed.set()
+        if self._listener is None or self._acceptor is None:
+            return
+        hang_up(self._listener)
+        self._acceptor.join()
+        with self._lock:
+            serving = dict(self._connections)
+        for connection in serving.values():
+            hang_up(connection)
+        for thread in serving:
+            thread.join()
+        self._listener.close()
+        self._listener = self._acceptor = None
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, peer = listener.accept()
+            except OSError as error:
+                if not self._closed.wait(_NO_FD_SECONDS):
+                    logger.warning("kv transfer: plane TCP accepts nobody: %s", error)
+                continue
+            with self._lock:
+                if len(self._connections) >= _MAX_CONNECTIONS:
+                    connection.close()
+                    continue
+                arguments = connection, peer[0]
+                thread = threading.Thread(target=self._serve, args=arguments, name="kv-tcp-serve", daemon=True)
+                self._connections[thread] = connection
+            thread.start()
+
+    def _serve(self, connection: socket.socket, peer: str) -> None:
+        me = threading.current_thread()
+        try:
+            connection = accept_peer(connection, self.secret, self._settings.server_tls)
+            with self._lock:
+                self._connections[me] = connection  # the one that speaks TLS
+            while not self._closed.is_set() and (wanted := receive_request(connection)) is not None:
+                self._answer(connection, *wanted)
+        except (OSError, PlaneUnavailable) as error:
+            if not self._closed.is_set():
+                logger.info("kv transfer: a connection to plane TCP from %s ended: %s", peer, error)
+        finally:
+            connection.close()
+            with self._lock:
+                del self._connections[me]
+
+    def _answer(self, connection: socket.socket, slots: list[int], generations: list[int]) -> None:
+        if max(slots) >= len(self._pool.generations):
+            raise PlaneUnavailable(f"it asks for slot {max(slots)} of {len(self._pool.generations)}")
+        now = self._pool.generations[slots]
+        connection.settimeout(STALL_SECONDS)
+        connection.sendall(now.tobytes())
+        if now.tolist() != generations:
+            return
+        for piece in self._pieces(slots):
+            connection.sendall(piece)
+        connection.sendall(self._pool.generations[slots].tobytes())
+
+    def _pieces(self, slots: Sequence[int]) -> Iterator[memoryview]:
+        """The blocks' bytes; those of neighbours at once, `_SEND_BYTES` at most."""
+        if self._staging is not None:
+            yield from _copied(self._staging, slots)
+            return
+        begin = 0
+        for i in range(1, len(slots) + 1):
+            if i < len(slots) and slots[i] - slots[i - 1] == 1:
+                continue
+            run = memoryview(self._pool.buffer[slots[begin] : slots[i - 1] + 1].reshape(-1))  # type: ignore[arg-type]
+            for start in range(0, len(run), _SEND_BYTES):
+                yield run[start : start + _SEND_BYTES]
+            begin = i
+
+
+def _copied(staging: BlockIo, slots: Sequence[int]) -> Iterator[memoryview]:
+    """A lane is not held while a peer takes its bytes."""
+    for start in range(0, len(slots), staging.most):
+        with staging.reading(slots[start : start + staging.most]) as rows:
+            copies = [row.copy() for row in rows]
+        yield from (copy.data for copy in copies)

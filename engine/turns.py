@@ -1,0 +1,67 @@
+"""Processes that share cores take turns, a step each: apart, every step has all cores; together, threads that don't run
+hold up the barriers of those that do, in every op of both.
+
+Measured on 2 vCPU (Intel, AMX), 1P1D with 2 threads each, 16 x (256 in, 64 out): see docs/decisions/0007.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+VARIABLE = "PAGEWIRE_CPU_TURNS"
+"""Names the directory of the locks; `pagewire up` sets it where each of its workers uses all cores."""
+MOST_SECONDS = 2.0
+_POLL_SECONDS = 0.0003
+
+
+class Turns:
+    """`with turns.one():` around a step. Who waits for the turn holds the door, so that two that want it alternate.
+
+        A   turn ────────┐door…      ┌turn ───
+        B   door.........└turn ──────┘door…
+
+    A turn is a courtesy: the other may be frozen. Who has waited `MOST_SECONDS` goes on without, and waits no more
+    before it has had one. A lock ends with the process that has it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._files = [os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o600) for name in ("door", "turn")]
+        self._waits = True
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Waits for its turn, and gives it up at the end."""
+        door, turn = self._files
+        deadline = time.monotonic() + (MOST_SECONDS if self._waits else 0.0)
+        self._waits = False
+        with ExitStack() as stack:
+            if _lock(door, deadline):
+                if _lock(turn, deadline):
+                    self._waits = True
+                    stack.callback(fcntl.flock, turn, fcntl.LOCK_UN)
+                fcntl.flock(door, fcntl.LOCK_UN)
+            yield
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+
+
+def turns_of_environment() -> Turns | None:
+    """Those that `VARIABLE` names, if it does."""
+    directory = os.environ.get(VARIABLE)
+    return Turns(Path(directory)) if directory else None
+
+
+def _lock(file: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)

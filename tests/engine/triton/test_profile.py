@@ -1,0 +1,86 @@
+"""The profiling run on the real model, in the interpreter, with a device whose figures are made up."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import build, device_staging
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.largest_steps import StepLimits, _shapes
+from engine.models.decoder import Decoder
+from pagewire.config import EngineOptions
+from tests.engine.test_device_memory import FakeDevice
+from tests.tiny_models import VOCAB_SIZE
+
+MIB = 1 << 20
+
+
+class Profiled(FakeDevice):
+    """80 MiB. `sampled` sees the rows that were drawn."""
+
+    def total(self) -> int:
+        return 80 * MIB
+
+    def free(self) -> int:
+        return 80 * MIB - self.cached - self.other - self.others
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Profiled:
+    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path / "cache"))
+    made = Profiled()
+    monkeypatch.setattr(build, "open_device_memory", lambda _: made)
+    monkeypatch.setattr(device_staging, "LANE_BYTES", 1)
+    return made
+
+
+def options(path: Path, **changes: object) -> EngineOptions:
+    fields = {"model": str(path), "block_size": 4, "kernels": "triton", "cpu_threads": 1, "max_model_len": 24}
+    return EngineOptions.model_validate({**fields, "max_num_batched_tokens": 12, "max_num_seqs": 3, **changes})
+
+
+def test_the_pool_gets_what_the_largest_steps_leave(
+    tiny_model: Callable[..., Path], device: Profiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, drawn = [], []
+    forward, logits = Decoder.forward, Decoder.logits
+
+    def watched(self: Decoder, ids: torch.Tensor, positions: torch.Tensor, batch: object, *rest: object) -> object:
+        steps.append((len(ids), batch.kv_lens))  # type: ignore[attr-defined]
+        device.take(5 * MIB)
+        result = forward(self, ids, positions, batch, *rest)  # type: ignore[arg-type]
+        device.take(-5 * MIB)
+        return result
+
+    def counted(self: Decoder, hidden: torch.Tensor, *rest: object) -> torch.Tensor:
+        result = logits(self, hidden, *rest)  # type: ignore[arg-type]
+        drawn.append(tuple(result.shape))
+        return result
+
+    monkeypatch.setattr(Decoder, "forward", watched)
+    monkeypatch.setattr(Decoder, "logits", counted)
+    engine = Engine(options(tiny_model("gemma3"), gpu_memory_utilization=0.5))
+    assert steps == [(12, (12,)), (3, (24, 24, 24))]
+    assert drawn == [(3, VOCAB_SIZE)] * 2
+    size = engine.memory.io.block_bytes
+    assert engine.num_blocks == (40 * MIB - 5 * MIB - 8 * size) // size
+    engine.close()
+
+
+def test_no_room_and_an_own_size(tiny_model: Callable[..., Path], device: Profiled) -> None:
+    path = tiny_model("llama", num_hidden_layers=2)
+    device.take(30 * MIB)
+    with pytest.raises(EngineError, match=r"gpu_memory_utilization = 0\.25: .* leaves no room for the KV pool"):
+        build.build_parts(options(path, gpu_memory_utilization=0.25))
+    parts = build.build_parts(options(path, gpu_memory_utilization=0.25, kv_cache_memory_bytes=1 << 16))
+    assert parts.memory.num_blocks == (1 << 16) // parts.memory.io.block_bytes
+    parts.memory.close()
+
+
+def test_shapes() -> None:
+    assert _shapes(StepLimits(100, 8, 64)) == [([64, 36], [64, 36]), ([1] * 8, [64] * 8)]
+    assert _shapes(StepLimits(100, 64, 4096, num_drafts=3)) == [([100], [100]), ([4] * 25, [4096] * 25)]
+    assert _shapes(StepLimits(4, 8, 64)) == [([4], [4]), ([1] * 4, [64] * 4)]
