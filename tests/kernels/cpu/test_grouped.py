@@ -65,7 +65,7 @@ def seen(native: NativeKernels, x: Tensor, weight: GroupedMatrix) -> Tensor:
     """x as the kernels compute with it."""
     kind = weight.kind
     on_tiles = x.dtype == torch.bfloat16 and native.isa.startswith("amx")
-    if on_tiles or kind not in (*K_KINDS, "int5", *(("int4", "int8") if x.dtype == torch.bfloat16 else ())):
+    if kind not in (*K_KINDS, "int5", *(("int4", "int8") if x.dtype == torch.bfloat16 and not on_tiles else ())):
         return x
     order = torch.arange(x.shape[1]) if weight.order is None else weight.order
     return in_fixed_point(x[:, order], 64 if kind == "int8" else 128)[:, order.argsort()]

@@ -142,7 +142,7 @@ struct FixedSpread {
 template <typename T>
 constexpr bool is_fixed(int numbers) {
 #if defined(PAGEWIRE_AMX)
-  return sizeof(T) == 4 && numbers >= UINT4;
+  return numbers >= UINT4;
 #else
   return numbers >= UINT4 || (sizeof(T) == 2 && (numbers == INT4 || numbers == INT8));
 #endif

@@ -1,6 +1,6 @@
 // Numbers of a weight with groups as bfloat16, exactly, in the tile order that AMX reads: a pair at a time (fixed.h has the order).
 //
-// Up to 6 bits index a table of all numbers there are, 7 bits of FP8 two of them; INT8 becomes float32 and is cut, times 2^24.
+// INT4 indexes a table of all numbers there are, 7 bits of FP8 two of them; INT8 becomes float32 and is cut, times 2^24.
 #pragma once
 
 // a's bits where `mask` has ones, else b's.
@@ -20,32 +20,14 @@ INLINE void fill_table(ivec* table, F f) {
   for (int i = 0; i < SIZE / 32; ++i) table[i] = iload(entries + i * 32);
 }
 
-template <int OFFSET>
 struct TileNibbles {
   static constexpr int64_t DEPTH = 128, UNIT_BYTES = 4 * 64;
   static constexpr float UNIT = 1.0f;
   ivec table[1];
-  TileNibbles() { fill_table<32>(table, [](int i) { return (float)((i ^ 8) % 16 - 8 + OFFSET); }); }
+  TileNibbles() { fill_table<32>(table, [](int i) { return (float)((i ^ 8) % 16 - 8); }); }
   template <int P>
   __attribute__((always_inline)) ivec pair(const char* unit) const {  // the permutation looks at 5 bits, and its table has everything twice
     return _mm512_permutexvar_epi16(right16<P % 4 * 4>(iload(unit + P / 4 * 64)), table[0]);
-  }
-};
-
-template <int BITS, int OFFSET>
-struct TilePlanes {
-  static constexpr int64_t DEPTH = 128, UNIT_BYTES = (4 + BITS) * 64;
-  static constexpr float UNIT = 1.0f;
-  static constexpr int PER_PLANE = 16 / BITS;
-  ivec table[BITS];
-  TilePlanes() { fill_table<32 * BITS>(table, [](int i) { return (float)(i + OFFSET); }); }
-  template <int P>
-  __attribute__((always_inline)) ivec pair(const char* unit) const {
-    const ivec low = right16<P % 4 * 4>(iload(unit + P / 4 * 64));
-    const ivec high = high_bits<P % PER_PLANE, BITS>(unit + (4 + P / PER_PLANE) * 64);
-    const ivec index = choose16<(BITS == 1 ? 0x10 : 0x30)>(high, low);
-    if constexpr (BITS == 1) return _mm512_permutexvar_epi16(index, table[0]);
-    return _mm512_permutex2var_epi16(table[0], index, table[BITS - 1]);
   }
 };
 
@@ -87,11 +69,7 @@ INLINE vec high_floats(ivec pair) { return _mm512_castsi512_ps(_mm512_and_si512(
 template <typename F>
 INLINE void with_tile_numbers(int numbers, F&& f) {
   switch (numbers) {
-    case INT4: return f(TileNibbles<0>());
-    case UINT4: return f(TileNibbles<8>());
-    case INT5: return f(TilePlanes<1, -16>());
-    case UINT5: return f(TilePlanes<1, 0>());
-    case INT6: return f(TilePlanes<2, -32>());
+    case INT4: return f(TileNibbles());
     case INT8: return f(TileInt8());
     case FP8: return f(TileFp8());
   }
