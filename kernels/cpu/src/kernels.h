@@ -37,7 +37,10 @@ struct OpsOfType {
   Op<CombineArgs> combine;
   Op<GroupedArgs> linear_fixed;
   Op<FixedRowsArgs> fixed_rows;
+  Op<GroupedArgs> linear_tiles;
+  Op<TileRowsArgs> tile_rows;
   uint32_t fixed_numbers;  // a bit for each kind of numbers that goes by linear_fixed
+  uint32_t tile_numbers;   // ... by linear_tiles
 };
 
 // What VNNI computes, to the same bits as without it.

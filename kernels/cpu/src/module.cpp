@@ -20,7 +20,7 @@ namespace {
 typedef uintptr_t Address;
 
 constexpr int64_t SMALL = 1 << 15;  // an op that touches fewer numbers runs on the caller's thread: waking others costs more
-constexpr int64_t PANEL = 32, BLOCK_BYTES = 2048, SPLIT = 256, TILE_TARGET = 64, INT8_DEPTH = 64, INT4_DEPTH = 128, K_DEPTH = 256;  // of ops/tiles.h and ops/attention.h
+constexpr int64_t PANEL = 32, BLOCK_BYTES = 2048, SPLIT = 256, TILE_TARGET = 64, INT8_DEPTH = 64, INT4_DEPTH = 128, K_DEPTH = 256, FLUSH_DEPTH = 128;  // of ops/tiles.h and ops/attention.h
 
 const Kernels* active = nullptr;
 
@@ -203,6 +203,22 @@ void fixed_linear(int dtype, GroupedArgs args, int64_t depth, bool wide, Questio
   run_linear(ops(dtype).linear_fixed, args, wide, questions);
 }
 
+// x in the order of tiles (ops/linear_tiles.h), in the pool's shared memory, times the weight.
+void tiled_linear(int dtype, GroupedArgs args, int64_t depth, bool wide) {
+  const LinearArgs& a = args.linear;
+  args.flush = args.group < FLUSH_DEPTH ? args.group : FLUSH_DEPTH;
+  args.scale_panel_bytes = scale_panel_bytes(args.scale_form, args.num_groups, depth);
+  const bool sums = args.offsets || args.scale_form == K_MIN_SCALES;
+  const int64_t rows = (a.m + 15) / 16 * 16, num_flushes = (depth + args.flush - 1) / args.flush, x_bytes = rows * depth * 2;
+  char* shared = Pool::instance().shared(x_bytes + (sums ? rows * num_flushes * (int64_t)sizeof(float) : 0));
+  uint16_t* tiles = reinterpret_cast<uint16_t*>(shared);
+  float* x_sums = sums ? reinterpret_cast<float*>(shared + x_bytes) : nullptr;
+  const TileRowsArgs order{a.x, tiles, x_sums, args.numbers, a.m, a.k, a.x_stride, depth, args.flush};
+  run(ops(dtype).tile_rows, order, a.m > 1 && a.m * a.k >= SMALL);
+  args.tiles = tiles, args.x_sums = x_sums;
+  run(ops(dtype).linear_tiles, args, wide);
+}
+
 // `integers`: x is quantized too, row by row.
 void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address scales, Address bias, Address residual,
                  int64_t residual_stride, Address out, int64_t out_stride, int64_t m, int64_t n_out, int64_t k,
@@ -251,6 +267,10 @@ void linear_grouped(int dtype, int numbers, Address x, int64_t x_stride, Address
   args.scale_form = scale_form, args.scales = at(scales), args.offsets = at<float>(offsets);
   args.scale_panel_bytes = scale_panel_bytes(scale_form, num_groups, depth);
   const bool wide = m * n_out * k >= SMALL;
+  if (ops(dtype).tile_numbers >> numbers & 1) {
+    tiled_linear(dtype, args, depth, wide);
+    return;
+  }
   if (ops(dtype).fixed_numbers >> numbers & 1) {
     fixed_linear(dtype, args, depth, wide, at<Questions>(questions));
     return;

@@ -44,15 +44,14 @@ static void fault_unless_multipliable(int c, int a, int b) {
 static void TILE_MULTIPLY_BF16(int c, int a, int b) {
   fault_unless_multipliable(c, a, b);
   for (int m = 0; m < tiles.config.rows[c]; ++m) {
-    float* sum = (float*)tiles.data[c][m];
+    vec even = vzero(), odd = vzero();
     for (int k = 0; k < tiles.config.rows[b]; ++k) {
       const bf16* x = (const bf16*)tiles.data[a][m] + 2 * k;
-      const bf16* y = (const bf16*)tiles.data[b][k];
-      for (int n = 0; n < 16; ++n) {
-        sum[n] += to_float(x[0]) * to_float(y[2 * n]);
-        sum[n] += to_float(x[1]) * to_float(y[2 * n + 1]);
-      }
+      even = vfma(vset(to_float(x[0])), load_even(tiles.data[b][k]), even);
+      odd = vfma(vset(to_float(x[1])), load_odd(tiles.data[b][k]), odd);
     }
+    float* sum = (float*)tiles.data[c][m];
+    vstore(sum, vadd(vload(sum), vadd(even, odd)));
   }
 }
 static void TILE_MULTIPLY_INT8(int c, int a, int b) {
