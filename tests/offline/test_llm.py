@@ -253,8 +253,8 @@ def test_bad_arguments() -> None:
     ):
         with pytest.raises(InvalidArgument, match=said):
             LLM(**arguments)
-    with pytest.raises(ConfigError, match="gpu_memory_utilization: no such option; known are block_size"):
-        LLM("m", gpu_memory_utilization=0.9)
+    with pytest.raises(ConfigError, match="swap_space: no such option; known are block_size"):
+        LLM("m", swap_space=4)
     with pytest.raises(ConfigError, match="max_num_seqs = 0: input should be greater than or equal to 1"):
         LLM("m", max_num_seqs=0)
     with pytest.raises(ConfigError, match="no such directory"):
