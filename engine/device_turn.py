@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def device_turn(uuid: str) -> Iterator[None]:
-    """Waits until nobody else of this user and machine starts on the GPU `uuid`; the kernel ends a killed one's turn."""
+    """Waits until no other process of this user starts on the GPU `uuid`; the kernel ends a killed one's turn."""
     file = default_cache_dir() / "gpus" / f"{uuid}.lock"
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
