@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import turns
-from engine.turns import Turns, _lock
+from engine.turns import VARIABLE, Turns, _lock, turns_of_environment
 
 
 def test_who_had_a_turn_waits_until_the_other_has_had_one(tmp_path: Path) -> None:
@@ -62,3 +62,9 @@ def test_a_turn_ends_with_its_process(tmp_path: Path) -> None:
     mine = Turns(tmp_path)
     assert all(_lock(file, 0.0) for file in mine._files)
     mine.close()
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "gone"))
+    with pytest.raises(ValueError, match=rf"{VARIABLE} = '.*gone': No such file"):
+        turns_of_environment()
