@@ -3,8 +3,8 @@
     prefill   max_num_batched_tokens new tokens in as few sequences as have room for them
     decode    max_num_seqs sequences of full length, with their drafts: attention's partial sums grow with the context
 
-Each ends with logits and draws for max_num_seqs sequences and their drafts, penalties, filters and log-probabilities
-included. What is computed is of no interest: the block is zeros, or what the others have written there.
+Each ends with logits and draws for max_num_seqs rows, penalties, filters and log-probabilities included. What is
+computed is of no interest: the block is zeros, or what the others have written there.
 """
 
 from dataclasses import dataclass, replace
@@ -32,11 +32,6 @@ class StepLimits:
     max_model_len: int
     num_drafts: int = 0
 
-    @property
-    def max_num_rows(self) -> int:
-        """Of logits in a step."""
-        return self.max_num_seqs * (1 + self.num_drafts)
-
 
 class _OneBlock:
     """`KvLayers` of a pool of one block."""
@@ -59,7 +54,7 @@ def run_largest_steps(
         tables = [[0] * count for count in num_blocks]
         paged = PagedBatch.build(query_lens, kv_lens, tables, layout.block_size)
         paged = replace(paged, others=(paged,) * (len(groups) - 1))
-        _run(model, sampler, memory, paged, query_lens, limits.max_num_rows)
+        _run(model, sampler, memory, paged, query_lens, limits.max_num_seqs)
 
 
 def _shapes(limits: StepLimits) -> list[tuple[list[int], list[int]]]:
@@ -72,14 +67,14 @@ def _shapes(limits: StepLimits) -> list[tuple[list[int], list[int]]]:
 
 
 def _run(
-    model: Decoder, sampler: RowSampler, memory: KvLayers, paged: PagedBatch, query_lens: list[int], max_num_rows: int
+    model: Decoder, sampler: RowSampler, memory: KvLayers, paged: PagedBatch, query_lens: list[int], max_num_seqs: int
 ) -> None:
     device, num_tokens = model.kernels.device, sum(query_lens)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     starts = [kv_len - query_len for query_len, kv_len in zip(query_lens, paged.kv_lens, strict=True)]
     positions = [start + i for start, length in zip(starts, query_lens, strict=True) for i in range(length)]
     hidden = model.forward(ids, torch.tensor(positions).to(device), paged, memory)
-    num_rows = min(num_tokens, max_num_rows)
+    num_rows = min(num_tokens, max_num_seqs)
     logits = model.logits(hidden[:num_rows].contiguous())
     rows = [SampleRow(row, _PARAMS, row, 0, 1, (0,), (1,)) for row in range(num_rows)]
     sampler.sample(logits, rows)

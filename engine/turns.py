@@ -51,9 +51,12 @@ class Turns:
 
 
 def turns_of_environment() -> Turns | None:
-    """Those that `VARIABLE` names, if it does."""
+    """Those that `VARIABLE` names, if it does. Raises ValueError."""
     directory = os.environ.get(VARIABLE)
-    return Turns(Path(directory)) if directory else None
+    try:
+        return Turns(Path(directory)) if directory else None
+    except OSError as error:
+        raise ValueError(f"{VARIABLE} = {directory!r}: {error.strerror}") from None
 
 
 def _lock(file: int, deadline: float) -> bool:

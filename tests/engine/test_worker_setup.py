@@ -30,5 +30,5 @@ def test_a_taken_port_of_the_transfer_plane_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(BindError, match=f"port {port} is in use"):
-            check(kv_transfer_port=str(port))
-        check(kv_transfer_port=str(port), kv_transfer="grpc")
+            check(kv_store_url="redis://h", kv_transfer_port=str(port))
+        check(kv_store_url="redis://h", kv_transfer_port=str(port), kv_transfer="grpc")
