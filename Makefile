@@ -67,7 +67,8 @@ $(PEERS)/llama/.ready: bench/peers/setup_llama.sh
 	bench/peers/setup_llama.sh $(PEERS)/llama
 
 bench-llama: $(VENV)/.dev $(VENV)/.native $(PEERS)/llama/.ready  ## pagewire's engine beside llama.cpp's on the demo GGUF, by turns
-	$(BIN)/python -m bench.peers.compare_llama --peer $(PEERS)/llama --work $(PEERS) --csv bench/peers_llama.csv
+	@rm -f bench/llama.csv
+	$(BIN)/python -m bench.peers.compare_llama --peer $(PEERS)/llama --work $(PEERS) --csv bench/llama.csv
 
 # nixl for its served peer. Its progress thread would spin a core: another release may say it in other words.
 $(PEERS)/vllm/.nixl: $(PEERS)/vllm/.ready
