@@ -204,7 +204,7 @@ void fixed_linear(int dtype, GroupedArgs args, int64_t depth, bool wide, Questio
 }
 
 // x in the order of tiles (ops/linear_tiles.h), in the pool's shared memory, times the weight.
-void tiled_linear(int dtype, GroupedArgs args, int64_t depth, bool wide) {
+void tiled_linear(int dtype, GroupedArgs args, int64_t depth, bool wide, Questions* questions) {
   const LinearArgs& a = args.linear;
   args.flush = args.group < FLUSH_DEPTH ? args.group : FLUSH_DEPTH;
   args.scale_panel_bytes = scale_panel_bytes(args.scale_form, args.num_groups, depth);
@@ -216,7 +216,7 @@ void tiled_linear(int dtype, GroupedArgs args, int64_t depth, bool wide) {
   const TileRowsArgs order{a.x, tiles, x_sums, args.numbers, a.m, a.k, a.x_stride, depth, args.flush};
   run(ops(dtype).tile_rows, order, a.m > 1 && a.m * a.k >= SMALL);
   args.tiles = tiles, args.x_sums = x_sums;
-  run(ops(dtype).linear_tiles, args, wide);
+  run_linear(ops(dtype).linear_tiles, args, wide, questions);
 }
 
 // `integers`: x is quantized too, row by row.
@@ -268,7 +268,7 @@ void linear_grouped(int dtype, int numbers, Address x, int64_t x_stride, Address
   args.scale_panel_bytes = scale_panel_bytes(scale_form, num_groups, depth);
   const bool wide = m * n_out * k >= SMALL;
   if (ops(dtype).tile_numbers >> numbers & 1) {
-    tiled_linear(dtype, args, depth, wide);
+    tiled_linear(dtype, args, depth, wide, at<Questions>(questions));
     return;
   }
   if (ops(dtype).fixed_numbers >> numbers & 1) {

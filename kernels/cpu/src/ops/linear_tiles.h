@@ -209,7 +209,6 @@ INLINE void multiply_rows_of_piece(const GroupedArgs& g, const Int8Part& part, i
     const int num_tiles = part.last_row - row > 16 ? 2 : 1;
     const RowTile rows[2] = {{g, depth, k, row, to}, {g, depth, k, row + (num_tiles - 1) * 16, to + 16 * PANEL}};
     scope.configure(rows[0].rows, rows[1].rows, g.flush < 32 ? g.flush / 2 : 16);
-    TILE_BARRIER();
     if (s.has_offsets) {
       multiply_piece<true>(rows, num_tiles, tiles, s, g.flush, here, results);
     } else {
