@@ -1,11 +1,13 @@
-"""Times the native CPU kernels against torch, in interleaved pairs, and against the memory's measured bandwidth.
+"""Times the native CPU kernels against torch's, in interleaved pairs, and against the memory's measured bandwidth.
 
     .venv/bin/python bench/kernels_cpu.py --quick         a minute, prints a table
     .venv/bin/python bench/kernels_cpu.py --out FILE      more pairs, and a CSV
     .venv/bin/python bench/kernels_cpu.py --cpu-time      one thread, its CPU time: for a machine with other load
 
-A ratio above 1 means that native is faster. `floor` is the time over bytes / bandwidth (1.0: at the memory's limit); it
-means something where few rows are computed. Other load on the machine shows in the spread of the ratios.
+A ratio above 1 means that native is faster. bfloat16 products are held against oneDNN's with weights that it packed
+ahead, int8 ones (weights only, and activations too) against native bfloat16, the others against torch. `floor` is the
+time over bytes / bandwidth (1.0: at the memory's limit); it means something where few rows are computed. Other load on
+the machine shows in the spread of the ratios.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import kernels.cpu
 from bench.machine import processor
+from kernels.cpu import Extension
 from kernels.cpu.native import NativeKernels, NativePlan
 from kernels.cpu.packed import PackedWeight
 from kernels.paged import AttentionPlan, PagedBatch, plan_attention
@@ -33,12 +37,16 @@ from kernels.tiled import TiledKernels
 
 COLD_BYTES = 256 << 20  # weights cycled through, so that none is still in a cache
 
-LINEARS = {  # name: (out, in) of Qwen2-0.5B, and of Gemma 3 270M's head
-    "qkv": (1152, 896),
-    "o": (896, 896),
-    "gate_up": (9728, 896),
-    "down": (896, 4864),
-    "lm_head": (151936, 896),
+LINEARS = {  # name: (out, in) of Qwen2-0.5B and Gemma 3 270M
+    "qwen qkv": (1152, 896),
+    "qwen o": (896, 896),
+    "qwen gate_up": (9728, 896),
+    "qwen down": (896, 4864),
+    "qwen lm_head": (151936, 896),
+    "gemma qkv": (1536, 640),
+    "gemma o": (640, 1024),
+    "gemma gate_up": (4096, 640),
+    "gemma down": (640, 2048),
 }
 
 
@@ -48,7 +56,7 @@ class Point:
     dtype: str
     rows: int
     native_us: float
-    torch_us: float
+    other_us: float
     ratio: float
     ratio_low: float
     ratio_high: float
@@ -75,7 +83,7 @@ def timed(clock: Callable[[], float], call: Callable[[int], object], count: int)
 
 
 def compare(
-    bench: Bench, op: str, dtype: torch.dtype, rows: int,
+    bench: Bench, op: str, dtype: str, rows: int,
     native: Callable[[int], object], other: Callable[[int], object], *, num_bytes: int, flops: int,
 ) -> Point:  # fmt: skip
     """`pairs` interleaved pairs, each long enough to time."""
@@ -89,35 +97,49 @@ def compare(
     ratios = sorted(o / n for n, o in zip(natives, others, strict=True))
     best = statistics.median(natives)
     return Point(
-        op, str(dtype).removeprefix("torch."), rows, best * 1e6, statistics.median(others) * 1e6,
+        op, dtype, rows, best * 1e6, statistics.median(others) * 1e6,
         statistics.median(ratios), ratios[0], ratios[-1],
         num_bytes / best / 1e9, flops / best / 1e9, best / (num_bytes / bench.bandwidth),
     )  # fmt: skip
 
 
-def linear_points(bench: Bench, native: NativeKernels, row_counts: list[int]) -> Iterator[Point]:
+def onednn_linear(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
+    """x Wᵀ with a weight that oneDNN has packed for so many rows."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def linear_points(bench: Bench, extension: Extension, row_counts: list[int], dtypes: list[str]) -> Iterator[Point]:
+    plain = NativeKernels(extension)
     for name, (num_out, num_in) in LINEARS.items():
-        for dtype in (torch.bfloat16, torch.float32):
-            if name == "lm_head" and dtype == torch.float32:
+        for kind in dtypes:
+            if "lm_head" in name and kind == "float32":
                 continue  # 1.1 GB of weights twice
+            dtype = torch.float32 if kind == "float32" else torch.bfloat16
+            native = NativeKernels(extension, kind) if kind in ("int8", "w8a8") else plain
             weight = torch.randn(num_out, num_in).to(dtype)
-            num_bytes = weight.numel() * dtype.itemsize
-            copies = max(1, -(-COLD_BYTES // num_bytes))
-            plain = [weight.clone() for _ in range(copies)]
-            packed = [native.pack(weight) for _ in range(copies)]
+            packed = native.pack(weight)
+            copies = max(1, -(-COLD_BYTES // packed.nbytes))
+            weights = [packed, *(native.pack(weight) for _ in range(copies - 1))]
             for rows in row_counts:
-                if name == "lm_head" and rows > 32:
+                if "lm_head" in name and rows > 32:
                     continue
                 x = torch.randn(rows, num_in).to(dtype)
+                if kind == "float32":
+                    others = [partial(F.linear, weight=weight.clone()) for _ in range(copies)]
+                elif kind == "bfloat16":
+                    others = [onednn_linear(weight, rows) for _ in range(copies)]
+                else:
+                    others = [partial(plain.linear, weight=plain.pack(weight)) for _ in range(-(-copies // 2))]
 
-                def run_native(i: int, x: Tensor = x, packed: list[PackedWeight] = packed) -> object:
-                    return native.linear(x, packed[i % len(packed)])
+                def run_native(i: int, x: Tensor = x, weights: list[PackedWeight] = weights) -> object:
+                    return native.linear(x, weights[i % len(weights)])  # noqa: B023
 
-                def run_torch(i: int, x: Tensor = x, plain: list[Tensor] = plain) -> object:
-                    return F.linear(x, plain[i % len(plain)])
+                def run_other(i: int, x: Tensor = x, others: list[Callable[[Tensor], Tensor]] = others) -> object:
+                    return others[i % len(others)](x)
 
                 flops = 2 * rows * num_out * num_in
-                yield compare(bench, name, dtype, rows, run_native, run_torch, num_bytes=num_bytes, flops=flops)
+                yield compare(bench, name, kind, rows, run_native, run_other, num_bytes=packed.nbytes, flops=flops)
 
 
 def attention_points(bench: Bench, native: NativeKernels, tiled: TiledKernels) -> Iterator[Point]:
@@ -141,7 +163,7 @@ def attention_points(bench: Bench, native: NativeKernels, tiled: TiledKernels) -
             return tiled.paged_attention(q, k, v, plan, scale=0.125)
 
         yield compare(
-            bench, f"attention {context}", dtype, batch_size * query_len,
+            bench, f"attention {context}", "bfloat16", batch_size * query_len,
             run_native, run_tiled,
             num_bytes=batch_size * context * 2 * 2 * 64 * 2, flops=4 * visible * 14 * 64,
         )  # fmt: skip
@@ -151,6 +173,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="about a minute")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32", "int8", "w8a8"], help="of the products")
+    parser.add_argument("--rows", type=int, nargs="+", help="of the products")
     parser.add_argument("--out", type=Path, help="write a CSV")
     parser.add_argument(
         "--cpu-time", action="store_true", help="one thread's CPU time, so that other load matters less"
@@ -166,23 +190,24 @@ def main() -> None:
     buffer = torch.ones(512 << 20, dtype=torch.uint8)
     seconds = [timed(clock, lambda _: extension.module.read(buffer.data_ptr(), buffer.numel()), 1) for _ in range(5)]
     bandwidth = buffer.numel() / statistics.median(seconds)
-    bench = Bench(3 if options.quick else 9, bandwidth, clock)
+    bench = Bench(5 if options.quick else 9, bandwidth, clock)
     load = os.getloadavg()[0]
     print(
         f"{processor()}, {threads} threads, {extension.isa}, torch {torch.__version__}, "
         f"read {bandwidth / 1e9:.1f} GB/s, load {load:.1f}"
     )
-    row_counts = [1, 8, 32, 512] if options.quick else [1, 8, 16, 32, 128, 512]
+    row_counts = options.rows or ([1, 8, 32, 512] if options.quick else [1, 8, 16, 32, 128, 512])
     points = []
     print(
-        f"{'op':<16}{'dtype':<10}{'rows':>5}{'native us':>11}{'torch us':>11}{'ratio':>7}"
+        f"{'op':<18}{'dtype':<10}{'rows':>5}{'native us':>11}{'other us':>11}{'ratio':>7}"
         f"{'GB/s':>7}{'GFLOP/s':>9}{'floor':>7}"
     )
-    for source in (linear_points(bench, native, row_counts), attention_points(bench, native, TiledKernels(threads))):
+    attention = attention_points(bench, native, TiledKernels(threads))
+    for source in (linear_points(bench, extension, row_counts, options.dtypes), attention):
         for p in source:
             points.append(p)
             print(
-                f"{p.op:<16}{p.dtype:<10}{p.rows:>5}{p.native_us:>11.0f}{p.torch_us:>11.0f}{p.ratio:>7.2f}"
+                f"{p.op:<18}{p.dtype:<10}{p.rows:>5}{p.native_us:>11.0f}{p.other_us:>11.0f}{p.ratio:>7.2f}"
                 f"{p.gigabytes_per_second:>7.1f}{p.gigaflops:>9.0f}{p.floor:>7.2f}",
                 flush=True,
             )

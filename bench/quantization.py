@@ -1,4 +1,4 @@
-"""Times engine steps with int8 and 4-bit weights against float32 and bfloat16 ones, in interleaved rounds of one run.
+"""Times engine steps with quantized weights against float32 and bfloat16 ones, in interleaved rounds of one run.
 
     .venv/bin/python bench/quantization.py --model .cache/models/gemma-3-270m --out FILE
 
@@ -6,8 +6,10 @@ A round runs every variant once: a decode step of 1, 8 and 32 sequences (schedul
 of 512 tokens. A point is a variant's median over the rounds; `ratio` the median of the baseline's time over its own
 within a round, so above 1 is faster than bfloat16. Other load on the machine shows in the spread of the ratios; with
 `--cpu-time` one thread computes and its CPU time counts, so that load matters less (shared bandwidth still does).
-"w4a16" are 4-bit copies of the model (four_bit_copy.py), the lm_head in bfloat16 or in 4 bits too; "gguf" is the file
-given with --gguf as it is (Q5_0, Q4_K, Q6_K and Q8_0 in the demo model's).
+`bytes_ratio` is how many times fewer bytes of weights a step reads than with bfloat16.
+
+Variants are bfloat16 or float32, then "+int8", "+w8a8" or a format of quantized_copies.py, whose copies have the output
+matrix in bfloat16, with "+head" quantized too. Each file given with --gguf is measured as it is, under its name.
 """
 
 import argparse
@@ -23,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.four_bit_copy import four_bit_copy
 from bench.machine import processor
+from bench.quantized_copies import FORMATS, quantized_copy
 from engine.engine import Engine
 from engine.gguf import packed_directory
 from engine.request import EngineRequest
@@ -34,9 +36,7 @@ from pagewire.sampling import SamplingParams
 Clock = Callable[[], float]
 
 BASELINE = "bfloat16"
-VARIANTS = ("bfloat16", "float32", "bfloat16+int8", "bfloat16+w8a8", "float32+int8", "float32+w8a8")
-FOUR_BITS = {"bfloat16+w4a16": False, "bfloat16+w4a16+head": True}
-GGUF = "bfloat16+gguf"
+VARIANTS = ("bfloat16", "float32", "bfloat16+int8", "bfloat16+w8a8", "bfloat16+w4a16", "bfloat16+w4a16+head")
 DECODES = {1: 12, 8: 6, 32: 3}  # sequences: steps
 PREFILL_TOKENS = 512
 PROMPT_TOKENS = 16
@@ -56,14 +56,16 @@ class Point:
     ratio: float
     ratio_low: float
     ratio_high: float
+    bytes_ratio: float
 
 
-def make_engine(model: str, variant: str, threads: int, scratch: Path, gguf: Path | None) -> Engine:
+def make_engine(model: str, variant: str, threads: int, scratch: Path, files: dict[str, Path]) -> Engine:
     dtype, _, quantization = variant.partition("+")
-    if variant == GGUF and gguf is not None:
-        model, quantization = str(packed_directory(gguf, dtype=dtype)), "none"
-    if variant in FOUR_BITS:
-        model = str(four_bit_copy(Path(model), scratch / quantization, head=FOUR_BITS[variant]))
+    if quantization in files:
+        model, quantization = str(packed_directory(files[quantization], dtype=dtype)), "none"
+    name, _, head = quantization.partition("+")
+    if name in FORMATS:
+        model = str(quantized_copy(Path(model), scratch / quantization, name, head=bool(head)))
         quantization = "none"
     fields = {"dtype": dtype, "quantization": quantization or "none", "cpu_threads": threads, "kernels": "native"}
     limits = {"max_model_len": 640, "max_num_batched_tokens": PREFILL_TOKENS, "kv_cache_memory_bytes": 256 << 20}
@@ -108,6 +110,11 @@ def measure(engine: Engine, clock: Clock, quick: bool) -> dict[str, float]:
     return times if quick else times | {f"prefill {PREFILL_TOKENS}": prefill_seconds(engine, clock)}
 
 
+def bytes_read(engine: Engine) -> int:
+    """Of the weights, by a decode step of one sequence."""
+    return engine._runner._model.num_bytes_read  # type: ignore[attr-defined]
+
+
 def points(
     rounds: Sequence[dict[str, dict[str, float]]], engines: dict[str, Engine], threads: int, clock: str
 ) -> list[Point]:
@@ -120,6 +127,7 @@ def points(
                 Point(
                     processor(), threads, clock, os.getloadavg()[0], len(rounds), variant, engine.numerics_class, work,
                     statistics.median(times) * 1e3, statistics.median(ratios), ratios[0], ratios[-1],
+                    bytes_read(engines[BASELINE]) / bytes_read(engine),
                 )
             )  # fmt: skip
     return made
@@ -128,23 +136,25 @@ def points(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file, measured as it is")
+    parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="the same model as GGUF files")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="decode of 1 and 8 sequences only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--variants", nargs="+", default=[*VARIANTS, *FOUR_BITS], help=f"{BASELINE} is always among them"
+        "--variants",
+        nargs="+",
+        default=VARIANTS,
+        help=f"{BASELINE} is always among them; formats: {', '.join(FORMATS)}",
     )
     parser.add_argument("--out", type=Path, help="write a CSV")
     parser.add_argument("--cpu-time", action="store_true", help="one thread's CPU time")
     options = parser.parse_args()
     threads = 1 if options.cpu_time else options.threads
     clock = time.thread_time if options.cpu_time else time.perf_counter
-    variants = dict.fromkeys([BASELINE, *options.variants, *([GGUF] if options.gguf else [])])
+    files = {file.stem: file for file in options.gguf}
+    variants = dict.fromkeys([BASELINE, *options.variants, *(f"bfloat16+{name}" for name in files)])
     with tempfile.TemporaryDirectory() as scratch:
-        engines = {
-            variant: make_engine(options.model, variant, threads, Path(scratch), options.gguf) for variant in variants
-        }
+        engines = {variant: make_engine(options.model, variant, threads, Path(scratch), files) for variant in variants}
     for engine in engines.values():
         decode_seconds(engine, clock, 1, 1)
     rounds = []
@@ -154,8 +164,8 @@ def main() -> None:
     made = points(rounds, engines, threads, "CPU" if options.cpu_time else "wall")
     print(f"{processor()}, {threads} threads, {made[0].clock} time, load {made[0].load:.1f}, {options.rounds} rounds")
     for p in made:
-        spread = f"{p.ratio_low:.2f}-{p.ratio_high:.2f}"
-        print(f"{p.variant:<21}{p.work:<12}{p.milliseconds:>9.1f} ms  {p.ratio:>5.2f}x ({spread})")
+        spread = f"{p.ratio:>5.2f}x ({p.ratio_low:.2f}-{p.ratio_high:.2f}), bytes {p.bytes_ratio:.2f}x"
+        print(f"{p.variant:<26}{p.work:<12}{p.milliseconds:>9.1f} ms  {spread}")
     if options.out:
         with options.out.open("w", newline="") as file:
             writer = csv.writer(file)

@@ -1,11 +1,13 @@
 """A schedule as tensors: the step's tokens of all sequences one after another, and where they lie in the cache."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from engine.sequence import Schedule
+from engine.sequence import Schedule, Sequence
 from kernels.paged import PagedBatch
 
 
@@ -24,8 +26,11 @@ class Batch:
     first_rows: tuple[int, ...]
 
 
-def build_batch(schedule: Schedule, block_size: int) -> Batch:
-    """Pack the schedule's new tokens; nothing is padded to a rectangle of sequences."""
+def build_batch(schedule: Schedule, block_size: int, drawn: Mapping[Sequence, int] = MappingProxyType({})) -> Batch:
+    """Pack the schedule's new tokens; nothing is padded to a rectangle of sequences.
+
+    `drawn`: what the step before it has drawn for sequences that do not know it yet.
+    """
     input_ids: list[int] = []
     positions: list[int] = []
     logits_rows: list[int] = []
@@ -37,10 +42,10 @@ def build_batch(schedule: Schedule, block_size: int) -> Batch:
     tables: list[list[list[int]]] = [[] for _ in range(num_groups)]
     firsts: list[list[int]] = [[] for _ in range(num_groups)]
     for item in schedule.items:
-        start = item.sequence.num_computed_tokens
+        start = item.start
         end = start + item.num_new_tokens
         first_rows.append(len(input_ids))
-        input_ids += item.sequence.token_ids[start:end]
+        input_ids += [drawn[item.sequence]] if item.is_ahead else item.sequence.token_ids[start:end]
         input_ids += item.draft_token_ids
         positions += range(start, end)
         query_lens.append(item.num_new_tokens)

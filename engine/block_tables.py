@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from engine.kv_cache import KvCache
+from engine.late_releases import LateReleases
 from engine.request import AdoptedKv
 from engine.sequence import Attempt, Sequence
 from kvstore.kv_groups import RELEASED, HeldBlocks
@@ -24,6 +25,7 @@ class BlockTables:
         self._is_plain, self._slides = cache.groups.is_plain, cache.groups.slides  # asked at each token
         self._block_size = cache.block_size
         self._copy_sources: list[int] = []
+        self.releases = LateReleases(cache)
 
     def extend_keys(self, sequence: Sequence) -> None:
         """Keys for all full blocks of the tokens known."""
@@ -58,7 +60,7 @@ class BlockTables:
         """The same for one that has blocks, which it gives back: others have come into the cache meanwhile."""
         before = list(self._held(sequence))
         self.match(sequence)
-        self._cache.release(before)
+        self.releases.release(before)
 
     def give_up(self, sequence: Sequence, num_releases: int, num_restored: int, promised: int) -> None:
         """Gives back what `match` has found and notes why; the numbers are the cache's before the look-up."""
@@ -174,6 +176,7 @@ class BlockTables:
             for group, table in enumerate(sequence.tables):
                 if sequence.num_released and i < sequence.num_released[group]:
                     continue
+                self.releases.release_with(table[i])  # it may be given up for a cached one with the same content
                 table[i] = self._cache.commit(
                     table[i], sequence.keys[i], tokens, parent, sequence.request.cache_salt, adapter, group=group
                 )
@@ -199,7 +202,7 @@ class BlockTables:
         if sequence.load is not None:
             sequence.load.abandon()
             sequence.load = None
-        num_freed = self._cache.release(self._held(sequence))
+        num_freed = self.releases.release(self._held(sequence))
         sequence.block_table, sequence.other_tables, sequence.num_released = [], [], []
         sequence.num_computed_tokens = 0
         sequence.num_committed_blocks = 0
@@ -210,7 +213,7 @@ class BlockTables:
         """The copies have been made, or never will be: their sources may go."""
         sources, self._copy_sources = self._copy_sources, []
         for source in sources:
-            self._cache.release([source])
+            self.releases.release([source])
 
     def wanted_from(self, sequence: Sequence) -> tuple[int, ...]:
         """By group the first block that whoever takes the computed sequence over needs; empty: all from the first."""
@@ -278,7 +281,7 @@ class BlockTables:
         for group, table in enumerate(sequence.tables):
             first, end = sequence.num_released[group], self._groups.first_block(group, position)
             if end > first:
-                self._cache.release(table[first:end])
+                self.releases.release(table[first:end])
                 table[first:end] = [RELEASED] * (end - first)
                 sequence.num_released[group] = end
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from engine.admission import SchedulerConfig
+from engine.decode_pipeline import StartingRunner
 from engine.device_memory import DeviceProfile, open_device_memory
 from engine.draft.drafter import Drafter
 from engine.draft_costs import DraftCosts
@@ -48,6 +49,13 @@ class Runner(Protocol):
     def execute(self, schedule: Schedule) -> list[list[SampledToken]]: ...
 
 
+class LoadedRunner(Runner, StartingRunner, Protocol):
+    """A runner of a model."""
+
+    @property
+    def numerics_class(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """What an engine is put together from."""
@@ -63,6 +71,8 @@ class EngineParts:
     drafter: Drafter | None = None
     ranks: Ranks | None = None
     costs: DraftCosts | None = None
+    starting_runner: StartingRunner | None = None
+    """The runner, if the next step is to be started while one runs (asynchronous scheduling)."""
 
 
 def build_parts(options: EngineOptions, progress: Progress | None = None) -> EngineParts:
@@ -151,15 +161,16 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         model = shared = ranks.join(served.model, memory, config.vocab_size)
         if slots is not None:
             shared.share(slots)
-    runner = ModelRunner(
-        config,
-        model,
-        memory,
-        sampler_for(kernels, config.vocab_size),
-        slots,
-    )
+    limits = scheduler_config(options, config, size.max_model_len)
+    runner: LoadedRunner
+    if kernels.NAME == "triton":
+        from engine.device_runner import build_device_runner  # it imports triton
+
+        runner = build_device_runner(options, model, memory, limits)
+    else:
+        runner = ModelRunner(config, model, memory, sampler_for(kernels, config.vocab_size), slots)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
-    scheduler = Scheduler(scheduler_config(options, config, size.max_model_len), kv_cache, speculator, tiers)
+    scheduler = Scheduler(limits, kv_cache, speculator, tiers)
     return EngineParts(
         config,
         memory,
@@ -172,7 +183,16 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
         drafter,
         ranks,
         None if speculator is None else speculator.costs,
+        runner if _schedules_ahead(options, speculates=speculator is not None) else None,
     )
+
+
+def _schedules_ahead(options: EngineOptions, *, speculates: bool) -> bool:
+    """Whether asynchronous scheduling is asked for, and can be."""
+    if speculates and options.async_scheduling:
+        logger.warning("async_scheduling is off: drafts follow the token before them")
+    is_asked = options.device != "cpu" if options.async_scheduling is None else options.async_scheduling
+    return is_asked and not speculates
 
 
 def _look_up(config: SpeculativeConfig, vocab_size: int) -> Speculator:

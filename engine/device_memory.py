@@ -98,7 +98,7 @@ class DeviceProfile:
         self._device = device
         self._free_at_start = device.free()
 
-    def measure(self, run_largest_steps: Callable[[], None]) -> DeviceUse:
+    def measure(self, run_largest_steps: Callable[[], object]) -> DeviceUse:
         """When the model is loaded."""
         device = self._device
         device.give_back()
@@ -111,14 +111,17 @@ class DeviceProfile:
         return DeviceUse(device.total(), free, weights, device.peak() - weights, max(0, taken - device.reserved()))
 
 
-def pool_budget(use: DeviceUse, utilization: float, staging: int, max_num_batched_tokens: int) -> PoolBudget:
+def pool_budget(
+    use: DeviceUse, utilization: float, staging: int, max_num_batched_tokens: int, graphs: int = 0
+) -> PoolBudget:
     """What the pool may take. Raises EngineError if nothing is left."""
     allowed = int(use.total * utilization)
-    rest = allowed - use.weights - use.activations - use.other - staging
-    there = use.free - use.activations - staging
+    rest = allowed - use.weights - use.activations - use.other - staging - graphs
+    there = use.free - use.activations - staging - graphs
     parts = (
         f"weights {_gib(use.weights)}, activations of the largest steps (max_num_batched_tokens = "
         f"{max_num_batched_tokens}) {_gib(use.activations)}, staging {_gib(staging)}, other {_gib(use.other)}"
+        + (f", CUDA graphs {_gib(graphs)}" if graphs else "")
     )
     source = f"gpu_memory_utilization = {utilization:g}: {_gib(allowed)} of {_gib(use.total)}"
     if rest <= 0:

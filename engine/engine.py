@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from engine.admission import check_request
 from engine.build import EngineParts, Progress, build_parts
+from engine.decode_pipeline import DecodePipeline, plain_decodes
 from engine.draft.drafter import Drafter
 from engine.errors import EngineError, RequestRefused
 from engine.lora.errors import AdapterLoadFailed, AdapterNotFound
@@ -67,6 +68,10 @@ class Engine:
         if self._ranks is not None:
             self._ranks.on_death = self.die
         self._schedule: Schedule | None = None
+        starting = parts.starting_runner
+        self._pipeline = (
+            None if starting is None else DecodePipeline(self.scheduler, starting, self.memory.step_launched)
+        )
 
     def die(self, error: BaseException) -> None:
         """Says through `death` that the process cannot go on; the first reason counts. From any thread."""
@@ -93,7 +98,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or (self._pipeline is not None and self._pipeline.is_busy)
 
     @property
     def is_stalled(self) -> bool:
@@ -129,11 +134,19 @@ class Engine:
         return self.scheduler.load()
 
     def step(self) -> StepOutput:
-        """One step of everything that runs: schedule, run, update."""
+        """One step of everything that runs: schedule, run, update.
+
+        With asynchronous scheduling the next step may run already when this one's tokens are returned.
+        """
+        if self._pipeline is not None and self._pipeline.is_busy:
+            return self._pipeline.step()
         self._schedule = None
         self._schedule = self.scheduler.schedule()
         if self._drafter is not None:
             self._schedule = self._make_drafts(self._drafter, self._schedule)
+        if self._pipeline is not None and plain_decodes(self._schedule):
+            self._pipeline.start(self._schedule)
+            return self._pipeline.step()
         only_decodes = all(item.sequence.num_remaining_tokens == 1 for item in self._schedule.items)
         failed: list[RequestFailed] = []
         sampled = None
@@ -172,8 +185,11 @@ class Engine:
         """After `step` has raised: gives up the requests of that step (all, when not even planning it worked)."""
         if self._schedule is None:
             return self.fail_all(message)
-        request_ids = {item.sequence.request_id for item in self._schedule.items}
+        request_ids = {item.sequence.request_id for item in self._schedule.items} | self._abandon_pipeline()
         return self.scheduler.fail(sorted(request_ids), message)
+
+    def _abandon_pipeline(self) -> set[str]:
+        return set() if self._pipeline is None else self._pipeline.abandon()
 
     def fail(self, request_ids: Iterable[str], message: str, field: str = "") -> StepOutput:
         """Gives up these requests, those too that have ended: what they were to be told has been lost."""
@@ -184,6 +200,7 @@ class Engine:
 
     def fail_all(self, message: str) -> StepOutput:
         """Gives up every request."""
+        self._abandon_pipeline()
         return self.scheduler.fail(self.scheduler.request_ids(), message)
 
     def find_adapter(self, name: str, digest: bytes = b"", generation: int | None = None) -> AdapterId:

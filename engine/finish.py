@@ -22,6 +22,9 @@ def finish_reason(
     """Why the choice ends with this token (prompt and output are `num_tokens` with it), or None."""
     if is_stop_token(token_id, index, params, eos_token_ids):
         return FinishReason.STOP
-    if (params.max_tokens is not None and index + 1 >= params.max_tokens) or num_tokens >= max_model_len:
-        return FinishReason.LENGTH
-    return None
+    return FinishReason.LENGTH if is_last(index, num_tokens, params, max_model_len) else None
+
+
+def is_last(index: int, num_tokens: int, params: SamplingParams, max_model_len: int) -> bool:
+    """Whether output token `index` is the last one whatever it is; prompt and output are `num_tokens` with it."""
+    return (params.max_tokens is not None and index + 1 >= params.max_tokens) or num_tokens >= max_model_len

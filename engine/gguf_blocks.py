@@ -1,8 +1,8 @@
 """Which of GGUF's quantized matrices stay as they are, and as what (`engine/quantized/gguf.py` reads their blocks).
 
-Matrices over one input (q, k and v; gate and up) are kept all or none, as numbers of one kind. Types with a float16 for
-32 numbers take eight bits a number where they differ; the K types, whose scales have two levels, can't be mixed with
-others, so that such a set is expanded to the compute dtype, as all other types are.
+Matrices over one input are kept all or none: q, k and v each as it is, gate and up as numbers of one kind. Where
+these differ, types with a float16 for 32 numbers take eight bits a number; the K types, whose scales have two levels,
+are then expanded to the compute dtype, as all other types are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,13 +20,18 @@ _KINDS: Mapping[GGMLQuantizationType, Numbers] = {
     GGMLQuantizationType.Q6_K: "int6",
 }
 _WIDENED = ("int4", "int5", "int8")
-_TOGETHER = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATED = ("mlp.gate_proj", "mlp.up_proj")
 
 
 def kinds(types: Mapping[str, GGMLQuantizationType]) -> dict[str, Numbers]:
     """Of the matrices that stay packed, by name, from the types of all ("model.layers.0.….weight")."""
     found = {name: _KINDS[kind] for name, kind in types.items() if kind in _KINDS}
-    for names in _sets(types):
+    for names in _sets(types, _QKV):
+        if any(name not in found for name in names):
+            for name in names:
+                found.pop(name, None)
+    for names in _sets(types, _GATED):
         of_set = {found.get(name) for name in names}
         if len(of_set) > 1:
             for name in names:
@@ -36,11 +41,11 @@ def kinds(types: Mapping[str, GGMLQuantizationType]) -> dict[str, Numbers]:
     return found
 
 
-def _sets(names: Iterable[str]) -> list[list[str]]:
-    sets: dict[tuple[str, int], list[str]] = {}
+def _sets(names: Iterable[str], parts: tuple[str, ...]) -> list[list[str]]:
+    """The names that are such parts of one layer."""
+    sets: dict[str, list[str]] = {}
     for name in names:
-        for number, parts in enumerate(_TOGETHER):
-            for part in parts:
-                if name.endswith(f".{part}.weight"):
-                    sets.setdefault((name.removesuffix(f"{part}.weight"), number), []).append(name)
+        for part in parts:
+            if name.endswith(f".{part}.weight"):
+                sets.setdefault(name.removesuffix(f"{part}.weight"), []).append(name)
     return list(sets.values())

@@ -12,7 +12,7 @@ from engine.cache_dir import default_cache_dir
 from engine.conversion import ConvertError
 from engine.gguf_reader import GgufFile
 
-_FORMAT = 3
+_FORMAT = 4
 """Of what is in them."""
 
 

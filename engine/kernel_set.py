@@ -16,7 +16,6 @@ from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
 from kernels.kv_cells import Cells, KvFormat
 from kernels.lora import Lora
-from kernels.paged import PagedBatch
 from kernels.products import Product
 from kernels.tiled import TiledKernels
 
@@ -28,7 +27,11 @@ KernelsName = Literal["auto", "native", "torch", "reference", "triton"]
 
 
 class ModelKernels(Protocol):
-    """What the layers are written with. `pack`s make weights, `plan_attention` plans: each set's own, opaque here."""
+    """What the layers are written with.
+
+    `pack`s make weights, `plan_attention` plans, batches are those of `kernels.paged.StepBatch`: each set's own, opaque
+    here.
+    """
 
     @property
     def NAME(self) -> str: ...
@@ -61,7 +64,7 @@ class ModelKernels(Protocol):
         sin: Tensor,
         k_cache: Cells,
         v_cache: Cells,
-        batch: PagedBatch,
+        batch: Any,
         *,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
@@ -72,7 +75,7 @@ class ModelKernels(Protocol):
     def embedding(
         self, ids: Tensor, weight: Any, scale: float | None = None, *, lora: Lora | None = None
     ) -> Tensor: ...
-    def plan_attention(self, batch: PagedBatch, *, group_size: int, window: int | None) -> Any: ...
+    def plan_attention(self, batch: Any, *, group_size: int, window: int | None) -> Any: ...
     def paged_attention(
         self, q: Tensor, k_cache: Cells, v_cache: Cells, plan: Any, *, scale: float, cap: float | None = None
     ) -> Tensor: ...

@@ -17,6 +17,7 @@ from engine.sample import SampleRow
 from engine.sampler import RowSampler
 from kernels.kv_cells import Cells
 from kernels.paged import PagedBatch
+from kernels.triton.step_batch import place
 from kvstore.kv_groups import KvGroups
 from pagewire.sampling import SamplingParams
 
@@ -33,7 +34,7 @@ class StepLimits:
     num_drafts: int = 0
 
 
-class _OneBlock:
+class OneBlock:
     """`KvLayers` of a pool of one block."""
 
     def __init__(self, layout: KvLayout, groups: KvGroups, device: torch.device) -> None:
@@ -48,13 +49,13 @@ def run_largest_steps(
     model: Decoder, sampler: RowSampler, layout: KvLayout, groups: KvGroups, limits: StepLimits
 ) -> None:
     """Returns when they were launched."""
-    memory = _OneBlock(layout, groups, model.kernels.device)
+    memory = OneBlock(layout, groups, model.kernels.device)
     for query_lens, kv_lens in _shapes(limits):
         num_blocks = [-(-length // layout.block_size) for length in kv_lens]
         tables = [[0] * count for count in num_blocks]
         paged = PagedBatch.build(query_lens, kv_lens, tables, layout.block_size)
         paged = replace(paged, others=(paged,) * (len(groups) - 1))
-        _run(model, sampler, memory, paged, query_lens, limits.max_num_seqs)
+        _run(model, sampler, memory, paged, query_lens, limits.max_num_seqs, fp8=layout.kv_format is not None)
 
 
 def _shapes(limits: StepLimits) -> list[tuple[list[int], list[int]]]:
@@ -67,13 +68,22 @@ def _shapes(limits: StepLimits) -> list[tuple[list[int], list[int]]]:
 
 
 def _run(
-    model: Decoder, sampler: RowSampler, memory: KvLayers, paged: PagedBatch, query_lens: list[int], max_num_seqs: int
+    model: Decoder,
+    sampler: RowSampler,
+    memory: KvLayers,
+    paged: PagedBatch,
+    query_lens: list[int],
+    max_num_seqs: int,
+    *,
+    fp8: bool,
 ) -> None:
+    config = model.config
     device, num_tokens = model.kernels.device, sum(query_lens)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     starts = [kv_len - query_len for query_len, kv_len in zip(query_lens, paged.kv_lens, strict=True)]
     positions = [start + i for start, length in zip(starts, query_lens, strict=True) for i in range(length)]
-    hidden = model.forward(ids, torch.tensor(positions).to(device), paged, memory)
+    batch = place(paged, group_size=config.group_size, head_dim=config.head_dim, device=device, fp8=fp8)
+    hidden = model.forward(ids, torch.tensor(positions).to(device), batch, memory)
     num_rows = min(num_tokens, max_num_seqs)
     logits = model.logits(hidden[:num_rows].contiguous())
     rows = [SampleRow(row, _PARAMS, row, 0, 1, (0,), (1,)) for row in range(num_rows)]

@@ -16,14 +16,14 @@ from engine.parallel.group import RankGroup, side_by_side
 from engine.rope import RopeConfig, inverse_frequencies, rotary_order
 from engine.weight_source import Projection, WeightSource
 from kernels.lora import Lora
-from kernels.paged import PagedBatch
+from kernels.paged import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """What all layers of one step share: the batch, the rotary tables, the attention plans by (KV group, window)."""
 
-    batch: PagedBatch
+    batch: StepBatch
     memory: KvLayers
     tables: Mapping[RopeConfig, tuple[Tensor, Tensor]]
     plans: Mapping[tuple[int, int | None], Any]
@@ -39,7 +39,7 @@ class StepContext:
     def build(
         config: ModelConfig,
         kernels: ModelKernels,
-        batch: PagedBatch,
+        batch: StepBatch,
         positions: Tensor,
         memory: KvLayers,
         adapters: LoraStep | None = None,

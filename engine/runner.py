@@ -1,11 +1,13 @@
 """Executes one step on the device: block copies, forward, logits of the rows that sample, sampling."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
 from engine.batch import build_batch
 from engine.head_rows import HeadRows
@@ -15,12 +17,13 @@ from engine.lora.step import LoraStep
 from engine.memory import KvMemory
 from engine.models.decoder import Model
 from engine.sample import SampledToken, SampleRow
-from engine.sample_row import row_of
+from engine.sample_row import constrained_row
 from engine.sampler import RowSampler
 from engine.sequence import Schedule, ScheduledSequence
 from engine.sequence import Sequence as EngineSequence
 from engine.transformers_config import ServedConfig
-from pagewire.grammar import GrammarError
+from kernels.paged import PagedBatch
+from kernels.staging import to_device
 
 PROMPT_LOGPROB_ROWS = 32
 """Prompt rows whose logits are made at a time: of a large vocabulary each is a megabyte."""
@@ -33,6 +36,29 @@ def set_cpu_threads(cpu_threads: int = 0) -> int:
     return threads
 
 
+def as_it_is(batch: PagedBatch) -> PagedBatch:
+    """What kernels take that run where the batch was made."""
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step that ended when it was started."""
+
+    schedule: Schedule
+    sampled: list[list[SampledToken]]
+
+    def finish(self) -> list[list[SampledToken]]:
+        """One list per item of the schedule."""
+        return self.sampled
+
+    @property
+    def drawn(self) -> Mapping[EngineSequence, int]:
+        """The token of each sequence; of a row of which none could be drawn any one, since nobody will see the next."""
+        items = zip(self.schedule.items, self.sampled, strict=True)
+        return {item.sequence: max(0, tokens[0].token_id) for item, tokens in items if tokens}
+
+
 class ModelRunner:
     """The model on its memory. Holds no state of requests: the scheduler decides, and commits what comes back."""
 
@@ -43,51 +69,64 @@ class ModelRunner:
         memory: KvMemory,
         sampler: RowSampler,
         slots: AdapterSlots | None = None,
+        place: Callable[[PagedBatch], object] = as_it_is,
     ) -> None:
+        """`place` makes of a batch what the model's kernels take."""
         self.config = config
+        self._place = place
         self._model = model
         self._memory = memory
         self._sampler = sampler
         self._slots = slots
         self.numerics_class = with_kv_format(model.numerics_class, memory.layout.kv_format)
 
-    def execute(self, schedule: Schedule) -> list[list[SampledToken]]:
+    def start(self, schedule: Schedule, before: StepDone | None = None) -> StepDone:
+        """Computes the step; `before` is the one of which items that were planned ahead go on."""
+        return StepDone(schedule, self.execute(schedule, {} if before is None else before.drawn))
+
+    def execute(
+        self, schedule: Schedule, drawn: Mapping[EngineSequence, int] = MappingProxyType({})
+    ) -> list[list[SampledToken]]:
         """One list per item of the schedule: empty unless it samples, one token per choice to sample otherwise.
 
-        After drafts: the tokens up to the first that differs from its draft, that one included.
+        After drafts: the tokens up to the first that differs from its draft, that one included. `drawn`: see
+        `build_batch`.
         """
         for source, destination in schedule.copies:
             self._memory.copy_block(source, destination)
         if schedule.is_empty:
             return []
-        batch = build_batch(schedule, self._memory.layout.block_size)
+        batch = build_batch(schedule, self._memory.layout.block_size, drawn)
         slots = self._assign_slots(schedule)
         adapters = self._adapters(slots)
-        device = self._model.kernels.device
-        ids, positions = batch.input_ids.to(device), batch.positions.to(device)
-        hidden = self._model.forward(ids, positions, batch.paged, self._memory, adapters)
+        ids, positions, logits_rows = self._on_device(batch.input_ids, batch.positions, batch.logits_rows)
+        hidden = self._model.forward(ids, positions, self._place(batch.paged), self._memory, adapters)
         for item, first_row in zip(schedule.items, batch.first_rows, strict=True):
             if item.sequence.wants_prompt_logprobs:
                 self._report_prompt(item, hidden, first_row, slots)
         if not batch.logits_rows.numel():
             return [[] for _ in schedule.items]
         sampling_rows = self._adapters([slots[row] for row in batch.logits_rows.tolist()] if slots else [])
-        head = HeadRows(self._model, hidden[batch.logits_rows.to(device)], sampling_rows)
+        head = HeadRows(self._model, hidden[logits_rows], sampling_rows)
         sampling = [item for item in schedule.items if item.sample]
         first_rows = [0, *accumulate(1 + len(item.draft_token_ids) for item in sampling)]
         rows = [
-            self._sample_row(item, row, choice)
+            constrained_row(item, row, choice, self.config)
             for item, row in zip(sampling, first_rows, strict=False)
             for choice in item.sequence.choices_to_sample
         ]
         ahead, kept = self._rows_after_drafts(sampling, first_rows)
-        logits, drawn = self._sampler.sample_from(head, [*rows, *ahead], kept)
-        tokens, of_ahead = iter(drawn), drawn[len(rows) :]
+        logits, found = self._sampler.sample_from(head, [*rows, *ahead], kept)
+        tokens, of_ahead = iter(found), found[len(rows) :]
         foreseen = {row.logits_row: token for row, token in zip(ahead, of_ahead, strict=True)}
         sampled = [[next(tokens) for _ in item.sequence.choices_to_sample] for item in sampling]
         self._sample_after_drafts(logits, list(zip(sampling, first_rows, sampled, strict=False)), foreseen)
         of_items = iter(sampled)
         return [next(of_items) if item.sample else [] for item in schedule.items]
+
+    def _on_device(self, *tensors: Tensor) -> Sequence[Tensor]:
+        device = self._model.kernels.device
+        return tensors if device.type == "cpu" else to_device([tensor.numpy() for tensor in tensors], device)
 
     def _assign_slots(self, schedule: Schedule) -> list[int]:
         """Each token's adapter slot, -1 for none; empty if the step has no adapter."""
@@ -107,9 +146,7 @@ class ModelRunner:
     def _adapters(self, slots: Sequence[int]) -> LoraStep | None:
         return self._slots.step(slots) if slots and self._slots is not None else None
 
-    def _report_prompt(
-        self, item: ScheduledSequence, hidden: torch.Tensor, first_row: int, slots: Sequence[int]
-    ) -> None:
+    def _report_prompt(self, item: ScheduledSequence, hidden: Tensor, first_row: int, slots: Sequence[int]) -> None:
         """Log-probabilities of the prompt tokens that follow the computed ones, onto the sequence."""
         sequence, start = item.sequence, item.sequence.num_computed_tokens
         num_rows = min(item.num_new_tokens, sequence.num_prompt_tokens - 1 - start)
@@ -133,12 +170,12 @@ class ModelRunner:
             if sequence.is_constrained or sequence.params.has_penalties:
                 kept += [first_row + i for i in after]
             else:
-                ahead += [self._sample_row(item, first_row + i, sequence.choice, i) for i in after]
+                ahead += [constrained_row(item, first_row + i, sequence.choice, self.config, i) for i in after]
         return ahead, kept
 
     def _sample_after_drafts(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         sampled: list[tuple[ScheduledSequence, int, list[SampledToken]]],
         foreseen: dict[int, SampledToken],
     ) -> None:
@@ -155,7 +192,7 @@ class ModelRunner:
         ]:
             num_accepted += 1
             rows = [
-                self._sample_row(item, first_row + num_accepted, item.sequence.choice, num_accepted)
+                constrained_row(item, first_row + num_accepted, item.sequence.choice, self.config, num_accepted)
                 for item, first_row, _ in sampled
                 if first_row + num_accepted not in foreseen
             ]
@@ -163,18 +200,3 @@ class ModelRunner:
             for _, first_row, tokens in sampled:
                 token = foreseen.get(first_row + num_accepted)
                 tokens.append(next(drawn) if token is None else token)
-
-    def _sample_row(self, item: ScheduledSequence, logits_row: int, choice: int, num_accepted: int = 0) -> SampleRow:
-        """`num_accepted` drafts count as output before the token to sample."""
-        sequence = item.sequence
-        accepted = item.draft_token_ids[:num_accepted]
-        row = row_of(sequence, logits_row, choice, self.config.eos_token_ids, accepted)
-        return self._constrained(row, sequence, accepted) if sequence.is_constrained else row
-
-    def _constrained(self, row: SampleRow, sequence: EngineSequence, accepted: tuple[int, ...]) -> SampleRow:
-        """The row with what may follow the sequence's output and the drafts that came true: facts, all of them."""
-        try:
-            constraint = sequence.constrain(self.config.vocab_size)
-            return replace(row, allowed=constraint.mask([*sequence.output_token_ids, *accepted]))
-        except GrammarError as error:
-            return replace(row, error=f"its grammar failed at position {row.position}: {error}")

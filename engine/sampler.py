@@ -80,7 +80,7 @@ def sample_row(raw: Row, row: SampleRow) -> SampledToken:
         return SampledToken(-1, error=row.error, field=_blamed(row))
     likeliest_id = int(raw.argmax())  # the first NaN, if there is one
     if not np.isfinite(raw[likeliest_id]):
-        return SampledToken(-1, error=f"the model's logits at position {row.position} are not finite")
+        return SampledToken(-1, error=not_finite(row.position))
     logits = adjust(raw, row)
     if logits is not raw:
         unbound_id, likeliest_id = likeliest_id, int(logits.argmax())
@@ -103,6 +103,11 @@ def sample_row(raw: Row, row: SampleRow) -> SampledToken:
     if row.params.drawable_logprobs:
         found = replace(found, top=_drawable_top(raw, row, wanted))
     return SampledToken(token_id, found)
+
+
+def not_finite(position: int) -> str:
+    """Why no token could be drawn at all."""
+    return f"the model's logits at position {position} are not finite"
 
 
 def _blamed(row: SampleRow) -> str:

@@ -1,4 +1,4 @@
-"""Which sampler draws from the logits of a kernel set."""
+"""Which sampler draws from the logits of a kernel set on the CPU; on a device `engine/device_runner.py` has its own."""
 
 from typing import cast
 
@@ -8,11 +8,7 @@ from engine.sampler import RowSampler, Sampler
 
 
 def sampler_for(kernels: ModelKernels, vocab_size: int) -> RowSampler:
-    """The one that draws where the logits are made."""
-    if kernels.NAME == "triton":
-        from engine.device_sampler import DeviceSampler
-
-        return DeviceSampler(vocab_size)
+    """The one that looks at logits while they are made, where the kernels can."""
     if kernels.NAME == "native":
         return NativeSampler(vocab_size, cast(SamplingKernels, kernels))
     return Sampler(vocab_size)

@@ -132,12 +132,20 @@ class ScheduledSequence:
     """`sequence` computes its next `num_new_tokens` tokens; `sample`: then one token for each `choices_to_sample`.
 
     The last ones of `num_new_tokens` are `draft_token_ids`, guesses of what is sampled after each token before them.
+    `is_ahead`: it was planned while the step before it still runs, of which it computes the token that is not known yet
+    (`engine/decode_pipeline.py`).
     """
 
     sequence: Sequence
     num_new_tokens: int
     sample: bool
     draft_token_ids: tuple[int, ...] = ()
+    is_ahead: bool = False
+
+    @property
+    def start(self) -> int:
+        """Position of the first token that it computes, now: before the steps that run are booked."""
+        return self.sequence.num_computed_tokens + self.is_ahead
 
 
 @dataclass(frozen=True, slots=True)

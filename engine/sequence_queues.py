@@ -32,10 +32,13 @@ class SequenceQueues:
         self.requests: dict[str, LiveRequest] = {}
         self.waiting: list[Sequence] = []  # may hold blocks (adopted, or forked with no slot free)
         self.running: list[Sequence] = []
+        self.num_changes = 0
+        """How often a sequence has come, gone or moved since the start."""
         self._fair_order = FairOrder()
 
     def add(self, request: EngineRequest, sequences: Iterable[Sequence], num_tokens: int) -> None:
         """A new request, which may need `num_tokens` tokens of work; its sequences wait."""
+        self.num_changes += 1
         live = self.requests[request.request_id] = LiveRequest(list(sequences), num_reserved_tokens=num_tokens)
         tag = self._fair_order.tag(request.priority, request.tenant, num_tokens)
         for sequence in live.sequences:
@@ -43,6 +46,7 @@ class SequenceQueues:
             insort(self.waiting, sequence, key=by_rank)
 
     def run(self, sequence: Sequence) -> None:
+        self.num_changes += 1
         self.waiting.remove(sequence)
         sequence.is_running = True
         insort(self.running, sequence, key=by_rank)
@@ -53,6 +57,7 @@ class SequenceQueues:
         self.requests[sequence.request_id].num_reserved_tokens -= num_tokens
 
     def wait(self, sequence: Sequence) -> None:
+        self.num_changes += 1
         self.running.remove(sequence)
         sequence.is_running = False
         insort(self.waiting, sequence, key=by_rank)
@@ -67,6 +72,7 @@ class SequenceQueues:
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence, and its request with the last one."""
+        self.num_changes += 1
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         sequence.is_running = False
         live = self.requests[sequence.request_id]

@@ -148,6 +148,14 @@ class GroupedMatrix:
     def shape(self) -> torch.Size:
         return self.numbers.shape
 
+    def is_like(self, other: "GroupedMatrix") -> bool:
+        """Whether both have one kind of numbers, groups and columns in one order: they can be packed as one."""
+        forms = [(each.kind, each.group_size, each.shape[1], each.levels is None) for each in (self, other)]
+        same_order = self.order is other.order or (
+            self.order is not None and other.order is not None and torch.equal(self.order, other.order)
+        )
+        return forms[0] == forms[1] and same_order
+
     def dequantized(self) -> Tensor:
         """float32 [N, K or num_inputs], its columns in W's order; product and sum are rounded each."""
         columns = self.numbers.shape[1]

@@ -9,6 +9,7 @@ Tokens of all sequences lie one after another, without padding: sequence s has r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,14 @@ from torch import Tensor
 
 SPLIT_TOKENS = 256
 """KV tokens reduced at a time, counted from position 0; a multiple of it starts every split, in every path."""
+
+
+class StepBatch(Protocol):
+    """The sequences of a step as a kernel set takes them: `PagedBatch`, or `kernels.triton.step_batch.DeviceBatch`."""
+
+    def of_group(self, group: int) -> Any:
+        """The batch as the layers of a KV group see it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

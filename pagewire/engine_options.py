@@ -166,6 +166,25 @@ class EngineOptions(Frozen):
         "What starts the other processes: this one, or a Ray cluster (extra ray), on one machine or several.",
         panel=_ENGINE,
     )
+    enforce_eager: bool = option(
+        False,
+        "Launch every kernel of a decode step instead of replaying a CUDA graph: slower, but saves the graphs' memory "
+        "and the start's seconds.",
+        panel=_ENGINE,
+    )
+    max_seq_len_to_capture: int = option(
+        8192,
+        "Decode steps with longer sequences than this run without CUDA graphs.",
+        panel=_ENGINE,
+        metavar="TOKENS",
+        ge=1,
+    )
+    async_scheduling: bool | None = option(
+        None,
+        "Plan and start the next decode step while the device works on this one; tokens are the same.",
+        panel=_ENGINE,
+        shown_default="on with device cuda",
+    )
     cpu_threads: int = option(0, "Threads of the kernels; 0 takes all CPUs.", panel=_ENGINE, metavar="N", ge=0, le=1024)
     kv_pool_backing: Literal["private", "memfd"] = option(
         "private", "Memory of the pool; memfd can be mapped by other processes (for shm_map).", panel=_ENGINE

@@ -181,6 +181,34 @@ def fp8(*, by_row: bool, dtype: torch.dtype = torch.bfloat16, kept: tuple[str, .
     return Recipe(config, make, kept)
 
 
+def fp8_blocks(
+    size: tuple[int, int] | None, *, dtype: torch.dtype = torch.float32, kept: tuple[str, ...] = ("lm_head",)
+) -> Recipe:
+    """As DeepSeek-V3 has it; without a size one scale for the matrix."""
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    if size is not None:
+        config |= {"weight_block_size": list(size)}
+
+    def make(weight: Tensor) -> tuple[Tensors, Tensor]:
+        rows, columns = weight.shape
+        height, width = size or (rows, columns)
+        scales, numbers = torch.zeros(-(-rows // height), -(-columns // width), dtype=dtype), torch.zeros_like(weight)
+        dense = torch.zeros_like(weight)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                block = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
+                scales[i, j] = weight[block].abs().max() / 448
+                scale = scales[i, j].float()
+                numbers[block] = (weight[block] / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+                dense[block] = numbers[block] * scale
+        stored = {"weight": numbers.to(torch.float8_e4m3fn)}
+        return stored | (
+            {"weight_scale": scales[0, 0].clone()} if size is None else {"weight_scale_inv": scales}
+        ), dense
+
+    return Recipe(config, make, kept)
+
+
 def quantized_copy(model: Path, directory: Path, recipe: Recipe) -> tuple[Path, Path]:
     """The dense `model` quantized, and dense again: directories "quantized" and "dense" (float32) in `directory`."""
     made = tuple(directory / name for name in ("quantized", "dense"))

@@ -12,23 +12,32 @@ from bench.peers import compare_llama
 SETUP = Path(compare_llama.__file__).with_name("setup_llama.sh")
 _PYTHON3 = """#!/bin/sh
 mkdir -p "$3/bin"
-printf '#!/bin/sh\\necho "[$CFLAGS][$CXXFLAGS] $*" >>"%s/log"\\n' "$3" >"$3/bin/python"
+printf '#!/bin/sh\\necho "[$CFLAGS][$CXXFLAGS][$CC][$CXX] $*" >>"%s/log"\\n' "$3" >"$3/bin/python"
 chmod +x "$3/bin/python"
 """
 
 
-@pytest.mark.parametrize(("has_amx", "flags"), [(True, "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"), (False, "")])
-def test_the_peer_is_built_without_amx(tmp_path: Path, *, has_amx: bool, flags: str) -> None:
-    """Its own options don't do it: they count for nothing beside GGML_NATIVE."""
-    for name, script in (("python3", _PYTHON3), ("grep", f"#!/bin/sh\nexit {int(not has_amx)}\n")):
+@pytest.mark.parametrize(
+    ("has_amx", "compiler", "flags"),
+    [(True, "gcc", "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"), (True, None, ""), (False, "gcc", "")],
+    ids=["gcc", "clang", "no AMX"],
+)
+def test_the_peer_is_built_with_amx_by_clang_alone(
+    tmp_path: Path, *, has_amx: bool, compiler: str | None, flags: str
+) -> None:
+    """Which is taken if it is there. llama.cpp's own options don't leave AMX out beside GGML_NATIVE."""
+    scripts = {"python3": _PYTHON3, "grep": f"#!/bin/sh\nexit {int(not has_amx)}\n", "clang": "", "clang++": ""}
+    for name, script in scripts.items():
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
-    inherited = {name: value for name, value in os.environ.items() if name not in ("CFLAGS", "CXXFLAGS")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("CFLAGS", "CXXFLAGS", "CC", "CXX")}
+    inherited |= {} if compiler is None else {"CC": compiler, "CXX": "g++"}
     environment = inherited | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LLAMA_CPP_PYTHON_VERSION": "1.2"}
     subprocess.run([str(SETUP), str(tmp_path / "peer")], check=True, env=environment)
     pip = (tmp_path / "peer" / "log").read_text().splitlines()[0]
     built = f" {flags}" if flags else ""
-    assert pip.startswith(f"[{built}][{built}] -m pip ")
+    by = "[gcc][g++]" if compiler else "[clang][clang++]"
+    assert pip.startswith(f"[{built}][{built}]{by} -m pip ")
     assert pip.endswith(" install --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==1.2")
     assert (tmp_path / "peer" / ".ready").exists()
 

@@ -1,7 +1,9 @@
 """Prefill and decode of a random model in Llama-3-8B's shape, as the engine runs them but for its scheduler.
 
-A decode step is batch, forward, logits, sampling and the tokens' copy to the host; its floor is the bytes of weights
-and KV. What the engine has not got yet is listed as not measured.
+A decode step fills the buffers, runs eager or as a CUDA graph, and copies the tokens to the host. "Waited for": the
+next step begins when they are there. "Queued ahead": it goes on from them on the device and is queued before, which is
+what asynchronous scheduling does. The floor is the bytes of weights and KV. What can't run here is listed as not
+available.
 """
 
 import json
@@ -9,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from torch import Tensor
 
 from bench.gpu.results import NOT_MEASURED, Result
 from bench.gpu.timings import BYTES_PER_MS, FLOPS_PER_MS
-from engine.device_sampler import DeviceSampler
+from engine.decode_graphs import CudaCapture, DecodeGraphs, DecodeSteps, EagerSteps, replayed_eagerly
+from engine.decode_step import DecodeRow, DecodeStep
 from engine.kernel_set import ModelKernels, load_kernel_set
 from engine.memory import KvLayout, KvMemory
 from engine.model_config import ModelConfig, load_model_config
@@ -26,6 +30,8 @@ from engine.models.decoder import Decoder
 from engine.sample import SampleRow
 from engine.weight_source import Projection
 from kernels.paged import PagedBatch
+from kernels.staging import HostCopy
+from kernels.triton.step_batch import place
 from pagewire.sampling import SamplingParams
 
 LLAMA_3_8B = {
@@ -77,14 +83,26 @@ def rows(device: torch.device) -> Iterator[Result]:
     flops = 2.0 * (source.num_bytes / 2) * chunk
     seconds = statistics.median(_prefill(model, memory, tables, chunk, device) for _ in range(repeats))
     yield _row(is_dry, "prefill", f"{chunk} tokens", seconds, flops / FLOPS_PER_MS, chunk)
-    steps = 2 if is_dry else STEPS
-    seconds = statistics.median(_decode(model, memory, tables, context, steps, device))
+    steps = 3 if is_dry else STEPS
+    step = DecodeStep(model, memory, 16, max_rows=batch, max_model_len=blocks_per_sequence * 16)
     num_bytes = source.num_bytes + batch * context * layout.block_bytes / 16
-    yield _row(is_dry, "decode, eager", f"{batch} x {context}", seconds, num_bytes / BYTES_PER_MS, batch)
-    yield Result("model", "decode, CUDA graph", f"{batch} x {context}", NOT_MEASURED, "the engine has none yet", "", "")
+    kinds: dict[str, DecodeSteps] = {"eager": EagerSteps(step)}
+    began, free = time.perf_counter(), _free_bytes(device)
+    kinds["CUDA graph"] = DecodeGraphs(step, replayed_eagerly if is_dry else CudaCapture(), longest=context + STEPS)
+    captured = f"{time.perf_counter() - began:.1f} s, {(free - _free_bytes(device)) / 2**20:.0f} MiB"
     yield Result(
-        "model", "1P1D, two processes on one device", "", NOT_MEASURED, "KV stays in device memory yet", "", ""
+        "model", "capture of all buckets", f"up to {batch}", NOT_MEASURED if is_dry else captured, "", "", "ran"
     )
+    drawn: list[list[list[int]]] = []
+    for kind, run in kinds.items():
+        for is_ahead in (False, True):
+            seconds, tokens = _decode(step, run, tables, context, steps, is_ahead=is_ahead)
+            drawn.append(tokens)
+            name = f"decode, {kind}, {'queued ahead' if is_ahead else 'waited for'}"
+            yield _row(is_dry, name, f"{batch} x {context}", seconds, num_bytes / BYTES_PER_MS, batch)
+    differ = sum(tokens != drawn[0] for tokens in drawn)
+    yield Result("model", "decode: runs with other tokens", "", str(differ), "<= 0", "", "WRONG" if differ else "ok")
+    yield Result("model", "1P1D, two processes on one device", "", "not available", "see docs/gpu.md", "", "")
 
 
 def make_config(shape: dict[str, Any]) -> ModelConfig:
@@ -102,30 +120,45 @@ def _row(is_dry: bool, name: str, shape: str, seconds: float, floor_ms: float, t
     return Result("model", name, shape, value, f"floor {floor_ms:.2f} ms", f"{floor_ms / seconds / 1e3:.0%}", "ok")
 
 
+def _free_bytes(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
 def _prefill(model: Decoder, memory: KvMemory, tables: list[list[int]], chunk: int, device: torch.device) -> float:
     begin = time.perf_counter()
-    ids = torch.randint(5, model.config.vocab_size, (chunk,)).to(device)
+    config = model.config
+    ids = torch.randint(5, config.vocab_size, (chunk,)).to(device)
     batch = PagedBatch.build([chunk], [chunk], tables[:1], 16)
-    hidden = model.forward(ids, torch.arange(chunk, device=device), batch, memory)
+    placed = place(batch, group_size=config.group_size, head_dim=config.head_dim, device=device)
+    hidden = model.forward(ids, torch.arange(chunk, device=device), placed, memory)
     model.logits(hidden[-1:]).cpu()
     return time.perf_counter() - begin
 
 
 def _decode(
-    model: Decoder, memory: KvMemory, tables: list[list[int]], context: int, steps: int, device: torch.device
-) -> list[float]:
-    """Seconds of each step but the first, in which kernels are compiled."""
-    sampler, count, took = DeviceSampler(model.config.vocab_size), len(tables), []
-    ids = torch.full((count,), 5)
-    for step in range(steps):
-        begin = time.perf_counter()
-        length = context + step + 1
-        batch = PagedBatch.build([1] * count, [length] * count, tables, 16)
-        positions = torch.full((count,), length - 1, device=device)
-        logits = model.logits(model.forward(ids.to(device), positions, batch, memory))
-        drawn = sampler.sample(logits, [SampleRow(row, SamplingParams(), row, 0, length) for row in range(count)])
-        if any(token.error for token in drawn):
-            raise RuntimeError(f"nothing was drawn: {drawn[0].error}")
-        ids = torch.tensor([token.token_id for token in drawn])
-        took.append(time.perf_counter() - begin)
-    return took[1:]
+    step: DecodeStep, steps: DecodeSteps, tables: list[list[int]], context: int, count: int, *, is_ahead: bool
+) -> tuple[float, list[list[int]]]:
+    """Seconds of a step, the first two left out (kernels are compiled, the queue fills), and the tokens of all."""
+    copies: list[HostCopy] = []
+    tokens: list[list[int]] = []
+    ends: list[float] = []
+    for number in range(count):
+        position = context + number
+        step.fill([_row_at(row, position, table, is_first=number == 0) for row, table in enumerate(tables)])
+        steps.run(len(tables), position + 1)
+        copies.append(HostCopy(step.drawn[: len(tables)]))
+        while len(tokens) < len(copies) - is_ahead:
+            tokens += copies[len(tokens)].lists()
+            ends.append(time.perf_counter())
+    while len(tokens) < len(copies):
+        tokens += copies[len(tokens)].lists()
+    if any(token < 0 for row in tokens for token in row):
+        raise RuntimeError("nothing was drawn: logits are not finite")
+    gaps = [end - begin for begin, end in pairwise(ends)]
+    return statistics.median(gaps[1:] or gaps), tokens
+
+
+def _row_at(row: int, position: int, table: list[int], *, is_first: bool) -> DecodeRow:
+    """The first step's token is known, the others' are those of the step before."""
+    sample = SampleRow(row, SamplingParams(), row, 0, position + 1)
+    return DecodeRow(sample, position, [table], [], token_id=5, source=None if is_first else row)

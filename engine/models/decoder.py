@@ -1,7 +1,7 @@
 """The frame all families share: embed, run the blocks, norm, project onto the vocabulary."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from engine.parallel.group import RankGroup
 from engine.parallel.vocabulary import embed
 from engine.weight_source import Projection, WeightSource
 from kernels.lora import Lora
-from kernels.paged import PagedBatch
+from kernels.paged import StepBatch
 
 EMBEDDING, HEAD = ("embed_tokens",), ("lm_head",)
 """Names of the projections that are no layer's; a tied model has a head of its own as far as adapters go."""
@@ -28,7 +28,10 @@ class Block(Protocol):
 
 
 class Model(Protocol):
-    """What runs a batch: one of the families below, or a module of transformers."""
+    """What runs a batch: one of the families below, or a module of transformers.
+
+    `batch` is what its kernels take of a step (`kernels.paged.StepBatch`), see `ModelRunner`.
+    """
 
     @property
     def kernels(self) -> ModelKernels: ...
@@ -42,7 +45,7 @@ class Model(Protocol):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        batch: PagedBatch,
+        batch: Any,
         memory: KvMemory,
         adapters: LoraStep | None = None,
     ) -> Tensor: ...
@@ -101,7 +104,7 @@ class Decoder:
         self,
         input_ids: Tensor,
         positions: Tensor,
-        batch: PagedBatch,
+        batch: StepBatch,
         memory: KvLayers,
         adapters: LoraStep | None = None,
     ) -> Tensor:

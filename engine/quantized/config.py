@@ -5,12 +5,13 @@ from typing import Any
 
 from engine.quantized.awq import Awq
 from engine.quantized.compressed_tensors import Float8, PackQuantized
+from engine.quantized.fp8 import Fp8Blocks
 from engine.quantized.gguf import GROUP, GgufBlocks
 from engine.quantized.gptq import Gptq
 from engine.quantized.stored import StoredFormat
 from kernels.grouped import GROUP_SIZES, is_group_size
 
-METHODS = ("gptq", "awq", "compressed-tensors", "gguf")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "gguf")
 
 
 def parse_quantization(config: object) -> StoredFormat:
@@ -24,6 +25,8 @@ def parse_quantization(config: object) -> StoredFormat:
     if method == "gguf":
         fields.one_of("group_size", (GROUP,))
         return GgufBlocks()
+    if method == "fp8":
+        return _fp8(fields)
     return _awq(fields) if method == "awq" else _gptq(fields)
 
 
@@ -93,6 +96,18 @@ def _awq(fields: Fields) -> Awq:
     if not fields.flag("zero_point", True):
         raise fields.refused("zero_point", "True")
     return Awq(fields.group_size("group_size", "q_group_size"))
+
+
+def _fp8(fields: Fields) -> StoredFormat:
+    fields.one_of("fmt", ("e4m3",), "e4m3")
+    fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    block = fields.get("weight_block_size")
+    if block is None:
+        return Float8(by_row=False)
+    sizes = block if isinstance(block, list) and len(block) == 2 else []
+    if not all(type(size) is int and size > 0 for size in sizes) or not sizes or not is_group_size(sizes[1]):
+        raise fields.refused("weight_block_size", f"none, or rows and columns of a block, columns {GROUP_SIZES}")
+    return Fp8Blocks(*sizes)
 
 
 def _compressed(fields: Fields) -> StoredFormat:

@@ -1,6 +1,7 @@
 """Native CPU kernels: found when the distribution `pagewire-kernels-cpu` is installed and the processor can run them.
 
-The variable PAGEWIRE_CPU_ISA forces an instruction set (amx, avx512_bf16, avx512, avx2), or `torch` for none.
+The variable PAGEWIRE_CPU_ISA forces an instruction set (amx, avx512_bf16, avx512_vnni, avx512, avx2),
+or `torch` for none.
 """
 
 import os

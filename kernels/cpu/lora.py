@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.cpu.packed import DTYPES, STRIP_ROWS, PackedWeight
 from kernels.cpu.packed_groups import PackedGroups
+from kernels.cpu.spaced_rows import spaced_rows
 from kernels.lora import Lora
 
 
@@ -37,9 +38,9 @@ def as_strips(weight: PackedWeight | PackedGroups) -> PackedWeight | PackedGroup
 
 def activate_strips(ops: Any, both: Tensor, num_out: int, activation: int, dtype: torch.dtype) -> Tensor:
     """act(gate) · up of float32 sums in strips. -> [M, num_out]."""
-    out = torch.empty(both.shape[0], num_out, dtype=dtype)
+    out = spaced_rows(both.shape[0], num_out, dtype)
     ops.gated_strips(
-        *(DTYPES[dtype], both.data_ptr(), both.stride(0), out.data_ptr(), num_out),
+        *(DTYPES[dtype], both.data_ptr(), both.stride(0), out.data_ptr(), out.stride(0)),
         *(both.shape[0], num_out, activation),
     )
     return out

@@ -25,7 +25,9 @@ from kernels.cpu.extension import Extension
 from kernels.cpu.looks import Look, Looks, Seen
 from kernels.cpu.lora import activate_strips, add_lora, as_strips
 from kernels.cpu.packed import DTYPES, PackedWeight
-from kernels.cpu.packed_groups import NUMBERS, PackedGroups, pack_groups
+from kernels.cpu.packed_groups import NUMBERS, PackedGroups
+from kernels.cpu.packed_parts import PackedParts, pack_alike
+from kernels.cpu.spaced_rows import spaced_rows
 from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
 from kernels.kv_cells import Cells, KvFormat
@@ -36,7 +38,7 @@ from kernels.products import Product, one_by_one
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 _CELL_FORMATS: dict[KvFormat, int] = {"int8": 1, "fp8_e4m3": 2}
 
-NativeWeight = PackedWeight | PackedGroups
+NativeWeight = PackedWeight | PackedGroups | PackedParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,9 @@ class NativeKernels:
 
     def pack_groups(
         self, *weights: GroupedMatrix, dtype: torch.dtype, biases: Sequence[Tensor] = (), gated: bool = False
-    ) -> PackedGroups:
-        """What a checkpoint has quantized, in tile order, for input of `dtype`; see `packed_groups.pack_groups`."""
-        return pack_groups(self._ops, weights, dtype, biases, gated=gated)
+    ) -> PackedGroups | PackedParts:
+        """What a checkpoint has quantized, in tile order, for input of `dtype`; see `packed_parts.pack_alike`."""
+        return pack_alike(self._ops, weights, dtype, biases, gated=gated)
 
     def linear(
         self,
@@ -95,7 +97,7 @@ class NativeKernels:
     def gated_linear(
         self,
         x: Tensor,
-        weight: NativeWeight,
+        weight: PackedWeight | PackedGroups,
         activation: Literal["silu", "gelu_tanh"],
         *,
         lora: Lora | None = None,
@@ -171,6 +173,8 @@ class NativeKernels:
         x [M, K], W [V, K] -> [M, V]. The other rows take no memory unless somebody touches them.
         """
         made = self._pack_once(weight, None)
+        if isinstance(made, PackedParts):
+            raise ValueError("an output matrix is packed as one")
         table, rows = Looks(looks), np.asarray(whole, dtype=np.int64)
         panel_bytes = made.data.nbytes // -(-made.num_out // packed.PANEL_ROWS)
         questions = self._ops.Questions(
@@ -181,25 +185,27 @@ class NativeKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
         """y = x / sqrt(mean(x²) + eps) · w, or · (1 + w) with `unit_offset`, over the last dimension."""
-        rows = x.contiguous()
-        out = torch.empty_like(rows)
-        size = rows.shape[-1]
+        size = x.shape[-1]
+        rows = x if x.dim() == 2 else x.reshape(-1, size)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = spaced_rows(rows.shape[0], size, x.dtype)
         self._ops.rms_norm(
-            *(_code(rows), rows.data_ptr(), size, 0, weight.data_ptr(), out.data_ptr(), size, 0),
-            *(rows.numel() // size, size, eps, unit_offset),
+            *(_code(rows), rows.data_ptr(), rows.stride(0), 0, weight.data_ptr(), out.data_ptr(), out.stride(0), 0),
+            *(rows.shape[0], size, eps, unit_offset),
         )
-        return out
+        return out if x.dim() == 2 else out.reshape(x.shape)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)."""
-        rows, residual = x.contiguous(), residual.contiguous()
-        out, total = torch.empty_like(rows), torch.empty_like(rows)
-        size = rows.shape[-1]
+        residual, size = residual.contiguous(), x.shape[-1]
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
+        total = torch.empty_like(residual)
+        out = spaced_rows(x.shape[0], size, x.dtype) if x.dim() == 2 else torch.empty_like(residual)
         self._ops.rms_norm(
-            *(_code(rows), rows.data_ptr(), size, residual.data_ptr(), weight.data_ptr(), out.data_ptr(), size),
-            *(total.data_ptr(), rows.numel() // size, size, eps, unit_offset),
+            *(_code(rows), rows.data_ptr(), rows.stride(-2), residual.data_ptr(), weight.data_ptr()),
+            *(out.data_ptr(), out.stride(-2), total.data_ptr(), rows.numel() // size, size, eps, unit_offset),
         )
         return out, total
 
@@ -274,6 +280,8 @@ class NativeKernels:
     def _embedding(self, ids: Tensor, weight: Tensor | NativeWeight, scale: float | None) -> Tensor:
         if isinstance(weight, Tensor):
             return reference.embedding(ids, weight, scale)
+        if isinstance(weight, PackedParts):
+            raise ValueError("a weight of several parts is no embedding")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.num_out:
             raise IndexError(f"token ids must be from 0 to {weight.num_out - 1}")
         ids = ids.contiguous()
@@ -329,7 +337,7 @@ class NativeKernels:
             plan = self.plan_attention(plan.batch, group_size=plan.group_size, window=plan.window)
         num_kv_heads, block_size, head_dim = k_cache.shape[1:]
         rows = q if q.stride(2) == 1 and q.stride(1) == head_dim else q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = spaced_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype).view(q.shape)
         tables = plan.batch.block_tables
         self._ops.attention(
             *(_code(q), rows.data_ptr(), rows.stride(0)),
@@ -350,6 +358,28 @@ class NativeKernels:
         out_type: torch.dtype,
         questions: int = 0,
     ) -> Tensor:
+        if activation:
+            out = spaced_rows(x.shape[0], weight.num_out, out_type)
+        else:
+            out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
+        if isinstance(weight, PackedParts):
+            for part, columns in weight.columns():
+                self._linear_into(
+                    out[:, columns], x, part, None if residual is None else residual[:, columns], activation
+                )
+        else:
+            self._linear_into(out, x, weight, residual, activation, questions)
+        return out
+
+    def _linear_into(
+        self,
+        out: Tensor,
+        x: Tensor,
+        weight: PackedWeight | PackedGroups,
+        residual: Tensor | None,
+        activation: int,
+        questions: int = 0,
+    ) -> None:
         if isinstance(weight, PackedGroups) and weight.order is not None:
             x = x.index_select(1, weight.order)
         if x.dtype != weight.dtype or x.shape[1] != weight.num_in or weight.gated != bool(activation):
@@ -357,9 +387,8 @@ class NativeKernels:
                 f"{x.dtype} rows of {x.shape[1]} don't fit a {'gated ' if weight.gated else ''}weight of "
                 f"{weight.dtype} [{weight.num_out}, {weight.num_in}]"
             )
-        out = torch.empty(x.shape[0], weight.num_out, dtype=out_type)
         if not len(out):
-            return out
+            return
         rows = x if x.stride(1) == 1 else x.contiguous()
         if residual is not None and residual.stride(1) != 1:
             residual = residual.contiguous()
@@ -367,12 +396,12 @@ class NativeKernels:
             *(_address(weight.bias), _address(residual), 0 if residual is None else residual.stride(0)),
             *(
                 out.data_ptr(),
-                weight.num_out,
+                out.stride(0),
                 x.shape[0],
                 weight.num_out,
                 weight.num_in,
                 activation,
-                out_type != x.dtype,
+                out.dtype != x.dtype,
             ),
         )
         data = (rows.data_ptr(), rows.stride(0), weight.data.data_ptr())
@@ -386,7 +415,6 @@ class NativeKernels:
                 *(DTYPES[x.dtype], *data, weight.scales.data_ptr(), *arguments),
                 *(self.quantization == "w8a8", questions),
             )
-        return out
 
     def _gated(self, gate: Tensor, up: Tensor, activation: int) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()

@@ -84,17 +84,15 @@ def pack_groups(
 ) -> PackedGroups:
     """Pack weights one below the other, or with `gated` the two of a gated MLP. Raises ValueError.
 
-    They must have the same kind of numbers, groups and order of columns.
+    They must be alike (`GroupedMatrix.is_like`).
     """
     first = weights[0]
     kind, columns = first.kind, first.shape[1]
     for weight in weights[1:]:
-        if (weight.kind, weight.group_size, weight.shape[1]) != (kind, first.group_size, columns):
-            raise ValueError("matrices over one input must have one kind of numbers, group size and number of columns")
-        if not _same(weight.order, first.order):
-            raise ValueError("matrices over one input must have their columns in one order")
-        if (weight.levels is None) != (first.levels is None):
-            raise ValueError("matrices over one input must have scales of two levels all or none")
+        if not weight.is_like(first):
+            raise ValueError(
+                "gate and up must have one kind of numbers, group size and number of columns, and these in one order"
+            )
     depth = _round_up(columns, _block(kind))
     group_size = min(first.group_size, depth) if first.group_size < columns else depth
     has_offsets = first.levels is None and any(weight.offsets is not None for weight in weights)
@@ -197,7 +195,3 @@ def _offsets(weight: GroupedMatrix) -> Tensor:
 
 def _pad_groups(values: Tensor, depth: int, group_size: int) -> Tensor:
     return F.pad(values, (0, -(-depth // group_size) - values.shape[1]))
-
-
-def _same(left: Tensor | None, right: Tensor | None) -> bool:
-    return left is right or (left is not None and right is not None and torch.equal(left, right))

@@ -9,6 +9,7 @@
     attention_tile      what both do with one split of the KV
     linear              matrix product with a fixed order of the sum, bias and residual
     fp8                 e4m3 of the KV cache
+    step_batch          a step's sequences on the device
     kernel_set          what the engine asks of a kernel set, made of these
     sample              greedy, or temperature and Gumbel-max with Philox noise
     logit_edits         masks, bias and penalties before it

@@ -9,10 +9,11 @@
                         token's scale is meant
     out                 [T, Hq, D]
 
-Pass 1, one program per (sequence, kv head, split), writes each split's (top, norm, total) in float32; pass 2, one
-program per (sequence, query head), merges a row's splits in order. The split size is fixed, so a row is summed the
-same way in every batch, and the same way as in prefill. Extra traffic: G * 2 * 4 D bytes per split of SPLIT * 4 D bytes
-of bf16 KV, 3 % at G = 4. A choice by batch size would only save programs that a full batch does not need (docs/gpu.md).
+Pass 1, a program per (sequence, kv head) and every so many splits, writes each split's (top, norm, total) in float32;
+pass 2, one program per (sequence, query head), merges a row's splits in order. The split size is fixed, so a row is
+summed the same way in every batch, and the same way as in prefill. Extra traffic: G * 2 * 4 D bytes per split of
+SPLIT * 4 D bytes of bf16 KV, 3 % at G = 4. A choice by batch size would only save programs that a full batch does not
+need (docs/gpu.md).
 """
 
 import torch
@@ -33,6 +34,10 @@ from kernels.triton.device import device_arch
 from kernels.triton.fp8 import as_bytes
 
 LOG2_E = 1.4426950408889634
+
+_PROGRAMS = 4096
+"""Of pass 1: ten for each that an H200 runs at once. More would only start and end where contexts are short; which
+program computes a split shows in no bit."""
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_splits", "stride_table"])
@@ -75,13 +80,14 @@ def _split_kernel(
     CAPPED: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, kv_head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(cu_seqlens + sequence)
     num_tokens = tl.load(cu_seqlens + sequence + 1) - start
     kv_len = tl.load(kv_lens + sequence)
     earliest = kv_len - num_tokens
-    begin = (first_split(earliest, SPLIT, WINDOW) + split) * SPLIT
-    if num_tokens == 0 or begin >= kv_len:
+    first = first_split(earliest, SPLIT, WINDOW)
+    splits = tl.cdiv(kv_len, SPLIT) - first
+    if num_tokens == 0 or program >= splits:
         return
     row = tl.arange(0, M)
     dim = tl.arange(0, DP)
@@ -94,38 +100,39 @@ def _split_kernel(
     low = earliest * 0
     if WINDOW > 0:
         low = tl.maximum(earliest - WINDOW + 1, 0)
-    top, norm, total = attend_split(
-        queries,
-        tl.where(valid, earliest + token, -1),
-        k_cache + kv_head.to(tl.int64) * stride_k_head,
-        v_cache + kv_head.to(tl.int64) * stride_v_head,
-        k_scale + kv_head.to(tl.int64) * stride_scale_head,
-        v_scale + kv_head.to(tl.int64) * stride_scale_head,
-        block_tables + sequence.to(tl.int64) * stride_table,
-        begin,
-        low,
-        kv_len,
-        scale,
-        cap,
-        stride_k_block,
-        stride_k_slot,
-        stride_v_block,
-        stride_v_slot,
-        stride_scale_block,
-        D,
-        DP,
-        M,
-        N,
-        SPLIT,
-        BLOCK_SIZE,
-        WINDOW,
-        CAPPED,
-        FP8,
-    )
-    part = ((start + token).to(tl.int64) * num_heads + head) * num_splits + split
-    tl.store(part_norm + part, norm, mask=valid)
-    tl.store(part_norm + num_parts + part, top, mask=valid)
-    tl.store(part_total + part[:, None] * D + dim[None, :], total, mask=inside)
+    for split in tl.range(program, splits, tl.num_programs(2), disable_licm=True):
+        top, norm, total = attend_split(
+            queries,
+            tl.where(valid, earliest + token, -1),
+            k_cache + kv_head.to(tl.int64) * stride_k_head,
+            v_cache + kv_head.to(tl.int64) * stride_v_head,
+            k_scale + kv_head.to(tl.int64) * stride_scale_head,
+            v_scale + kv_head.to(tl.int64) * stride_scale_head,
+            block_tables + sequence.to(tl.int64) * stride_table,
+            (first + split) * SPLIT,
+            low,
+            kv_len,
+            scale,
+            cap,
+            stride_k_block,
+            stride_k_slot,
+            stride_v_block,
+            stride_v_slot,
+            stride_scale_block,
+            D,
+            DP,
+            M,
+            N,
+            SPLIT,
+            BLOCK_SIZE,
+            WINDOW,
+            CAPPED,
+            FP8,
+        )
+        part = ((start + token).to(tl.int64) * num_heads + head) * num_splits + split
+        tl.store(part_norm + part, norm, mask=valid)
+        tl.store(part_norm + num_parts + part, top, mask=valid)
+        tl.store(part_total + part[:, None] * D + dim[None, :], total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_splits"])
@@ -197,7 +204,7 @@ def decode_attention(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """Every sequence has at most `decode_rows // G` tokens; no `kv_lens` is above `max_kv_len` (only the
-    grid and the workspace depend on it, so a CUDA graph is captured with its upper bound). Raises ValueError.
+    grid and the workspace depend on it, so that a CUDA graph is captured with an upper bound). Raises ValueError.
 
     Of a batch that has other sequences too, `cu_seqlens` counts only these ones' tokens, `num_tokens` in all, and
     `query_starts` int32 [S] says where in q, and in `out`, each begins; other rows of `out` stay as they are.
@@ -219,7 +226,8 @@ def decode_attention(
     num_parts = num_tokens * num_heads * num_splits
     padded_dim = max(triton.next_power_of_2(head_dim), 16)
     num_sequences = kv_lens.shape[0]
-    _split_kernel[(num_sequences, num_kv_heads, num_splits)](
+    programs = min(num_splits, triton.cdiv(_PROGRAMS, num_sequences * num_kv_heads))
+    _split_kernel[(num_sequences, num_kv_heads, programs)](
         q,
         as_bytes(k_cache),
         as_bytes(v_cache),

@@ -1,5 +1,8 @@
 """The Triton kernel set: what the engine's layers ask for, on one device; in the interpreter on CPU tensors.
 
+A step's sequences come as `step_batch.DeviceBatch`. No op waits for the device or reads what lies there, so that all
+of them can be captured in a CUDA graph (routing to experts apart, which is not done here).
+
 Weights are [N, K] matrices over one input, one below the other, so that q, k and v are one product. Attention takes
 sequences with few new tokens through `decode_attention`, chunks through `prefill_attention`, in one batch if need be;
 both give a token the same bits. What is left to torch is elementwise or a gather, and so row-invariant.
@@ -7,7 +10,6 @@ both give a token the same bits. What is left to torch is elementwise or a gathe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -17,16 +19,15 @@ from kernels import reference, tiled
 from kernels.grouped import GroupedMatrix
 from kernels.kv_cells import Cells, QuantizedCells
 from kernels.lora import Lora
-from kernels.paged import PagedBatch
 from kernels.products import Product, one_by_one
 from kernels.routing import combine
 from kernels.triton import gated_activation, kv_write, rms_norm
-from kernels.triton.attention_shapes import decode_rows
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.device import device_arch
 from kernels.triton.fp8 import CACHE_DTYPE
 from kernels.triton.linear import linear
-from kernels.triton.prefill_attention import prefill_attention, prefill_tiles
+from kernels.triton.prefill_attention import prefill_attention
+from kernels.triton.step_batch import DeviceBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,54 +43,11 @@ class TritonWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceTensors:
-    """Sequences of a step on the device, as the attention kernels take them, and how many tokens are new."""
-
-    cu_seqlens: Tensor
-    query_starts: Tensor
-    kv_lens: Tensor
-    block_tables: Tensor
-    num_tokens: int
-    max_kv_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepAttention:
-    """`short` are sequences with few new tokens, `long` the others, `tiles` theirs."""
-
-    short: SequenceTensors | None
-    long: SequenceTensors | None
-    tiles: Tensor
-
-
 class TritonPlan:
-    """Attention of all layers with one window; what the kernels need goes to the device with the first of them."""
+    """Attention of all layers with one window."""
 
-    def __init__(self, batch: PagedBatch, group_size: int, window: int | None) -> None:
-        self.window = window
-        self._batch = batch
-        self._group_size = group_size
-        self._step: StepAttention | None = None
-
-    def step(self, head_dim: int, device: torch.device, *, fp8: bool = False) -> StepAttention:
-        if self._step is None:
-            batch, arch = self._batch, device_arch(device)
-            lens = [end - start for start, end in pairwise(batch.cu_seqlens)]
-            most = decode_rows(head_dim, arch, fp8=fp8) // self._group_size
-            short = [sequence for sequence, length in enumerate(lens) if length <= most]
-            long = [sequence for sequence, length in enumerate(lens) if length > most]
-            tiles = prefill_tiles(
-                [lens[sequence] for sequence in long],
-                [batch.kv_lens[sequence] for sequence in long],
-                group_size=self._group_size,
-                head_dim=head_dim,
-                arch=arch,
-                fp8=fp8,
-            )
-            self._step = StepAttention(
-                _on_device(batch, short, device), _on_device(batch, long, device), tiles.to(device)
-            )
-        return self._step
+    batch: DeviceBatch
+    window: int | None
 
 
 class TritonKernels:
@@ -177,7 +135,7 @@ class TritonKernels:
         sin: Tensor,
         k_cache: Cells,
         v_cache: Cells,
-        batch: PagedBatch,
+        batch: DeviceBatch,
         *,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
@@ -194,13 +152,12 @@ class TritonKernels:
         if q_norm is not None and k_norm is not None:
             q = rms_norm.rms_norm(q, q_norm, eps, unit_offset=unit_offset)
             k = rms_norm.rms_norm(k, k_norm, eps, unit_offset=unit_offset)
-        slots = (batch.slot_blocks * batch.block_size + batch.slot_offsets).to(self.device)
         caches, scales = _caches(k_cache, v_cache)
-        return kv_write.rope_and_write_kv(q, k, v, cos, sin, *caches, slots, **scales)
+        return kv_write.rope_and_write_kv(q, k, v, cos, sin, *caches, batch.slots, **scales)
 
-    def plan_attention(self, batch: PagedBatch, *, group_size: int, window: int | None) -> TritonPlan:
+    def plan_attention(self, batch: DeviceBatch, *, group_size: int, window: int | None) -> TritonPlan:
         """The plan of all layers with one window. A token sees the `window` latest positions, its own included."""
-        return TritonPlan(batch, group_size, window)
+        return TritonPlan(batch, window)
 
     def paged_attention(
         self, q: Tensor, k_cache: Cells, v_cache: Cells, plan: TritonPlan, *, scale: float, cap: float | None = None
@@ -208,7 +165,7 @@ class TritonKernels:
         """softmax(q Kᵀ · scale, capped) V for each token over its visible positions. q [T, Hq, D] -> [T, Hq, D]."""
         caches, scales = _caches(k_cache, v_cache)
         out = torch.empty_like(q)
-        step = plan.step(q.shape[2], q.device, fp8=bool(scales))
+        step = plan.batch
         if step.short is not None:
             decode_attention(
                 q,
@@ -225,7 +182,7 @@ class TritonKernels:
                 cap=cap,
                 out=out,
             )
-        if step.long is not None:
+        if step.long is not None and step.tiles is not None:
             prefill_attention(
                 q,
                 *caches,
@@ -241,27 +198,6 @@ class TritonKernels:
                 out=out,
             )
         return out
-
-
-def _on_device(batch: PagedBatch, sequences: Sequence[int], device: torch.device) -> SequenceTensors | None:
-    if not sequences:
-        return None
-    cu_seqlens = [0]
-    for sequence in sequences:
-        cu_seqlens.append(cu_seqlens[-1] + batch.cu_seqlens[sequence + 1] - batch.cu_seqlens[sequence])
-    kv_lens = [batch.kv_lens[sequence] for sequence in sequences]
-
-    def ints(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(device)
-
-    return SequenceTensors(
-        cu_seqlens=ints(cu_seqlens),
-        query_starts=ints([batch.cu_seqlens[sequence] for sequence in sequences]),
-        kv_lens=ints(kv_lens),
-        block_tables=batch.block_tables[list(sequences)].int().to(device),
-        num_tokens=cu_seqlens[-1],
-        max_kv_len=max(kv_lens),
-    )
 
 
 def _caches(k_cache: Cells, v_cache: Cells) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:

@@ -23,7 +23,8 @@ def _parameter(name: str, field: FieldInfo, *, can_switch_off: bool) -> inspect.
     extra = field.json_schema_extra
     assert isinstance(extra, dict)
     flag = f"--{name.replace('_', '-')}"
-    is_switch = field.annotation is bool
+    is_switch = field.annotation in (bool, bool | None)
+    can_switch_off = can_switch_off or field.default is None  # what is neither on nor off has two ways to be set
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     default = extra["shown_default"] or ("" if field.default in (None, ()) else str(field.default))
     # Choices go into the text: as a metavar they would take the column that the flags' names need at 80 characters.

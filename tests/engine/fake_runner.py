@@ -8,6 +8,7 @@ group's window shows is checked at each step, and where group 0 slides the oracl
 import hashlib
 import struct
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,8 +34,57 @@ def suppressed(params_stop: Seq[int], index: int, min_tokens: int) -> frozenset[
     return frozenset({EOS, *params_stop}) if index < min_tokens else frozenset()
 
 
+@dataclass
+class FakeItem:
+    """What a device gets of a scheduled sequence when the step is started. `token_ids`: all up to its last new one."""
+
+    sequence: Sequence
+    tables: list[list[int]]
+    num_released: list[int]
+    start: int
+    token_ids: list[int]
+    drafts: tuple[int, ...]
+    sample: bool
+    is_ahead: bool
+
+    @staticmethod
+    def of(item: ScheduledSequence) -> "FakeItem":
+        seq, drafts = item.sequence, item.draft_token_ids
+        known = [*seq.token_ids[: item.start + item.num_new_tokens - len(drafts)], *drafts]
+        tables = [list(table) for table in seq.tables]
+        return FakeItem(seq, tables, list(seq.num_released), item.start, known, drafts, item.sample, item.is_ahead)
+
+
+class FakeStep:
+    """A step that was started; the device may get to it late, when others have long changed their books."""
+
+    def __init__(self, runner: "FakeRunner", schedule: Schedule, before: "FakeStep | None") -> None:
+        self._runner = runner
+        self._before = before
+        self._copies = schedule.copies
+        self._items = [FakeItem.of(item) for item in schedule.items]
+        self._sampled: list[list[SampledToken]] | None = None
+
+    def drawn(self, sequence: Sequence) -> int:
+        """Its token."""
+        results = zip(self._items, self.finish(), strict=True)
+        return next(tokens[0].token_id for item, tokens in results if item.sequence is sequence)
+
+    def finish(self) -> list[list[SampledToken]]:
+        if self._sampled is None:
+            for item in self._items:
+                if item.is_ahead:
+                    assert self._before is not None
+                    item.token_ids.append(self._before.drawn(item.sequence))
+            self._sampled = self._runner.run(self._copies, self._items)
+        return self._sampled
+
+
 class FakeRunner:
-    """See the module's docstring. `steps` keeps (request, choice, tokens computed) of each step for assertions."""
+    """See the module's docstring. `steps` keeps (request, choice, tokens computed) of each step for assertions.
+
+    A step that is started runs as late as it can, `runs_early`: as early.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, groups: KvGroups | None = None) -> None:
         self.groups = KvGroups(block_size=block_size) if groups is None else groups
@@ -42,35 +92,45 @@ class FakeRunner:
         self.block_size = block_size
         self.steps: list[list[tuple[str, int, int]]] = []
         self.num_copies = 0
+        self.num_ahead = 0
+        self.runs_early = False
         self.fail_next: str | None = None
 
     def execute(self, schedule: Schedule) -> list[list[SampledToken]]:
+        return self.start(schedule).finish()
+
+    def start(self, schedule: Schedule, before: FakeStep | None = None) -> FakeStep:
         if self.fail_next is not None:
             message, self.fail_next = self.fail_next, None
             raise RuntimeError(message)
-        for source, destination in schedule.copies:
-            self.slots[destination] = self.slots[source]
         self.num_copies += len(schedule.copies)
+        self.num_ahead += before is not None
         self.steps.append([(i.sequence.request_id, i.sequence.choice, i.num_new_tokens) for i in schedule.items])
-        for item in schedule.items:
-            seq, start = item.sequence, item.sequence.num_computed_tokens
-            known = [*seq.token_ids[: start + item.num_new_tokens - len(item.draft_token_ids)], *item.draft_token_ids]
-            for group, table in enumerate(seq.tables):
-                for position in range(start, start + item.num_new_tokens):
-                    block, slot = table[position // self.block_size], position % self.block_size
-                    self.slots[block, slot] = known[position] + group * GROUP_OFFSET
-                if not self.groups.is_plain:
-                    self._check_window(group, table, known, start)
-        return [self._sample_with_drafts(item) if item.sample else [] for item in schedule.items]
+        step = FakeStep(self, schedule, before)
+        if self.runs_early:
+            step.finish()
+        return step
 
-    def _sample_with_drafts(self, item: ScheduledSequence) -> list[SampledToken]:
-        seq, drafts = item.sequence, item.draft_token_ids
-        end = seq.num_computed_tokens + item.num_new_tokens - len(drafts)
-        tokens = self._sample(seq, end)
-        for i, draft in enumerate(drafts):
+    def run(self, copies: Seq[tuple[int, int]], items: Seq[FakeItem]) -> list[list[SampledToken]]:
+        """What the device does."""
+        for source, destination in copies:
+            self.slots[destination] = self.slots[source]
+        for item in items:
+            for group, table in enumerate(item.tables):
+                for position in range(item.start, len(item.token_ids)):
+                    block, slot = table[position // self.block_size], position % self.block_size
+                    self.slots[block, slot] = item.token_ids[position] + group * GROUP_OFFSET
+                if not self.groups.is_plain:
+                    self._check_window(group, table, item.token_ids, item.start)
+        return [self._sample_with_drafts(item) if item.sample else [] for item in items]
+
+    def _sample_with_drafts(self, item: FakeItem) -> list[SampledToken]:
+        end = len(item.token_ids) - len(item.drafts)
+        tokens = self._sample(item, end)
+        for i, draft in enumerate(item.drafts):
             if tokens[-1].token_id != draft:
                 break
-            tokens += self._sample(seq, end + i + 1)
+            tokens += self._sample(item, end + i + 1)
         return tokens
 
     def _check_window(self, group: int, table: Seq[int], known: Seq[int], start: int) -> None:
@@ -86,10 +146,10 @@ class FakeRunner:
         flat = self.slots[list(block_table)].reshape(-1)[:num_tokens]
         return [int(token) for token in flat]
 
-    def _sample(self, seq: Sequence, num_tokens: int) -> list[SampledToken]:
-        first = seq.num_released[0] if seq.num_released else 0
-        before = seq.token_ids[: first * self.block_size]
-        visible = before + self.visible(seq.block_table[first:], num_tokens - len(before))
+    def _sample(self, item: FakeItem, num_tokens: int) -> list[SampledToken]:
+        seq, first = item.sequence, item.num_released[0] if item.num_released else 0
+        before = item.token_ids[: first * self.block_size]
+        visible = before + self.visible(item.tables[0][first:], num_tokens - len(before))
         params = seq.params
         index = num_tokens - seq.num_prompt_tokens
         suppress = suppressed(params.stop_token_ids, index, params.min_tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.admission import SchedulerConfig
+from engine.decode_pipeline import DecodePipeline, plain_decodes
 from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
 from engine.request import ChoiceState, EngineRequest, FinishReason, HeldKv, PrefillProgress, StepOutput
@@ -67,6 +68,7 @@ class Harness:
     speculator: Speculator | None = None
     make_drafter: Callable[[BlockPool], tuple[SpeculativeConfig, Drafter]] | None = None
     may_break: bool = False
+    is_async: bool = False
     windows: tuple[int | None, ...] = (None,)
     group_windows: tuple[int | None, ...] = ()
     num_host_blocks: int = 0
@@ -112,6 +114,7 @@ class Harness:
         self.tiers = self._make_tiers() if self.num_host_blocks or self.disk or self.store else None
         load_whatever_it_costs(self.tiers)
         self.scheduler = Scheduler(config, self.cache, self.speculator, self.tiers)
+        self.pipeline = DecodePipeline(self.scheduler, self.runner)
 
     def _make_tiers(self) -> KvTiers:
         """Tiers that copy what the fake runner stores; `disk` and `store` are made for (block size, block bytes)."""
@@ -149,7 +152,14 @@ class Harness:
         self.aborted.add(request_id)
         return self.scheduler.abort(request_id)
 
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self.pipeline.is_busy
+
     def step(self) -> StepOutput:
+        return self._take(self.pipeline.step() if self.pipeline.is_busy else self._step())
+
+    def _step(self) -> StepOutput:
         schedule = self.scheduler.schedule()
         if schedule.is_empty and self.tiers is not None:
             self.tiers.wait_for_load(0.01)
@@ -161,6 +171,9 @@ class Harness:
         assert len(schedule.items) <= self.max_num_seqs
         # Free, it could be handed to a transfer, which writes from another thread, before the copy is made.
         assert all(self.cache.ref_count(source) for source, _ in schedule.copies), "a block to be copied was let go"
+        if self.is_async and plain_decodes(schedule):
+            self.pipeline.start(schedule)
+            return self.pipeline.step()
         only_decodes = all(
             item.sequence.num_output_tokens and item.num_new_tokens == 1 + len(item.draft_token_ids)
             for item in schedule.items
@@ -169,9 +182,12 @@ class Harness:
         if self.drafter is not None:
             self.drafter.settle(schedule, sampled)
         output = self.scheduler.update(schedule, sampled)
+        assert not (only_decodes and output.num_prefill_tokens), "drafts are no prefill"
+        return output
+
+    def _take(self, output: StepOutput) -> StepOutput:
         self.scheduler.check_integrity()
         self.check_held()
-        assert not (only_decodes and output.num_prefill_tokens), "drafts are no prefill"
         assert output.load.num_running <= self.max_num_seqs
         for token in output.tokens:
             request, key = self.requests[token.request_id], (token.request_id, token.choice)
@@ -205,7 +221,7 @@ class Harness:
     def run(self, max_steps: int = 2000) -> None:
         """Steps until everything has ended."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.has_work:
                 return
             self.step()
         raise AssertionError(f"still working after {max_steps} steps: {self.scheduler.load()}")
@@ -214,7 +230,7 @@ class Harness:
         """Like `run`; what prefill_only requests hand over is given back after each step."""
         for _ in range(max_steps):
             self.release_held()
-            if not self.scheduler.has_work:
+            if not self.has_work:
                 return
             self.step()
         raise AssertionError(f"still working after {max_steps} steps: {self.scheduler.load()}")
@@ -244,7 +260,7 @@ class Harness:
     def check_idle(self) -> None:
         """Nothing is left: no request, no reference."""
         self.release_held()
-        assert not self.scheduler.has_work
+        assert not self.has_work
         if self.tiers is not None:
             assert self.tiers.quiesce()
             self.tiers.check_integrity()

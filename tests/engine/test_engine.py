@@ -106,6 +106,8 @@ def test_tokens_do_not_depend_on_blocks_chunks_cache_or_neighbours(build: Callab
         {"max_num_batched_tokens": 3},
         {"enable_prefix_caching": False, "max_num_batched_tokens": 7},
         {"max_num_seqs": 2, "max_model_len": 28},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "max_num_seqs": 2, "enable_prefix_caching": False},
     ):
         engine = build(family, **options)
         outputs = [engine.generate(PROMPTS, GREEDY), engine.generate(PROMPTS, SAMPLED)]
@@ -120,12 +122,15 @@ def test_tokens_do_not_depend_on_blocks_chunks_cache_or_neighbours(build: Callab
 
 def test_preemption_does_not_change_tokens(build: Callable[..., Engine]) -> None:
     roomy, tight = build(), build(kv_cache_memory_bytes=40 << 10)
+    ahead = build(kv_cache_memory_bytes=40 << 10, async_scheduling=True)
     assert tight.num_blocks < 20
     params = SamplingParams(max_tokens=20, seed=3, n=2, ignore_eos=True)
-    assert roomy.generate(PROMPTS, params) == tight.generate(PROMPTS, params)
-    assert (roomy.scheduler.num_preemptions, tight.scheduler.num_preemptions > 0) == (0, True)
-    roomy.close()
-    tight.close()
+    expected = roomy.generate(PROMPTS, params)
+    assert expected == tight.generate(PROMPTS, params) == ahead.generate(PROMPTS, params)
+    num_preemptions = [engine.scheduler.num_preemptions > 0 for engine in (roomy, tight, ahead)]
+    assert num_preemptions == [False, True, True]
+    for engine in (roomy, tight, ahead):
+        engine.close()
 
 
 def test_kv_moves_between_two_engines(build: Callable[..., Engine]) -> None:

@@ -15,9 +15,11 @@ from engine import gguf_weights
 from engine.gguf import ConvertError, convert_gguf, packed_directory
 from engine.gguf_blocks import kinds
 from engine.gguf_description import described_directory
+from engine.kernel_set import load_kernel_set
 from engine.model_config import load_model_config
+from engine.models.registry import load_model
 from engine.quantized.gguf import TYPES
-from engine.weights import map_weights
+from engine.weights import map_weights, weights_digest
 from kernels import cpu
 from kernels.grouped import GroupedMatrix
 from pagewire.cli.model import resolve_model
@@ -78,15 +80,19 @@ def test_numbers_and_tokens_are_those_of_the_expanded_file(
         assert run.greedy(prompt, 12, chunk=6) == output, kernels
 
 
-def test_what_is_over_one_input_is_of_one_kind() -> None:
+def test_what_is_over_one_input_stays_packed_all_or_none() -> None:
+    """Gate and up as numbers of one kind."""
     layer = "model.layers.3."
     names = [f"{layer}self_attn.{part}_proj.weight" for part in "qkv"]
     mlp = [f"{layer}mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     assert kinds(dict.fromkeys([*names, *mlp], Q4_0)) == dict.fromkeys([*names, *mlp], "int4")
     found = kinds(dict.fromkeys(names, Q4_0) | {names[2]: Q8_0, mlp[0]: Q4_0, mlp[1]: Q4_1, mlp[2]: Q8_0})
-    assert found == dict.fromkeys(names, "int8") | {mlp[2]: "int8"}
-    assert kinds(dict.fromkeys(names, Q4_K) | {names[2]: Q6_K, mlp[2]: Q6_K}) == {mlp[2]: "int6"}
-    assert kinds(dict.fromkeys(names, Q5_0) | {names[2]: Q5_K}) == {}
+    assert found == dict.fromkeys(names, "int4") | {names[2]: "int8", mlp[2]: "int8"}
+    found = kinds(dict.fromkeys(names, Q4_K) | {names[2]: Q6_K, mlp[2]: Q6_K})
+    assert found == dict.fromkeys(names, "uint4") | {names[2]: "int6", mlp[2]: "int6"}
+    assert kinds(dict.fromkeys(names, Q5_0) | {names[2]: Q4_1}) == {}
+    assert kinds({mlp[0]: Q4_0, mlp[1]: Q8_0}) == dict.fromkeys(mlp[:2], "int8")
+    assert kinds({mlp[0]: Q5_K, mlp[1]: Q4_K}) == {}
 
 
 @pytest.mark.parametrize("number", list(TYPES))
@@ -97,18 +103,32 @@ def test_every_code_is_what_gguf_reads(number: int) -> None:
     assert torch.equal(read.dequantized(), torch.from_numpy(dequantize(blocks, GGMLQuantizationType(number))))
 
 
-def test_four_bits_among_eight_are_the_same_numbers(tmp_path: Path) -> None:
-    """Of a file whose v is Q8_0: q and k are read as eight bits."""
-    _, file = write_gguf("llama", tmp_path, quantization=Q4_0, kinds={".attn_v.": Q8_0}, num_hidden_layers=1)
-    expanded = load_file(convert_gguf(file, tmp_path / "expanded", dtype="float32") / "model.safetensors")
+def test_four_bits_beside_eight_are_the_same_numbers(tmp_path: Path) -> None:
+    """Of a file whose up is Q8_0 gate is read as eight bits; v is by itself; a mapped file gives the same bits."""
+    other = {".attn_v.": Q8_0, ".ffn_up.": Q8_0}
+    _, file = write_gguf("llama", tmp_path, quantization=Q4_0, kinds=other, num_hidden_layers=1)
+    expanded_path = convert_gguf(file, tmp_path / "expanded", dtype="float32")
+    expanded = load_file(expanded_path / "model.safetensors")
     path = packed_directory(file, dtype="float32")
     weights = map_weights(path, torch.float32, load_model_config(path).quantization)
-    for part, rows in (("q", 64), ("k", 32), ("v", 32)):
-        name = f"layers.0.self_attn.{part}_proj"
-        found = weights.matrix(name, (rows, 64))
+    expected = {f"self_attn.{part}_proj": "int4" for part in "qk"} | {"self_attn.v_proj": "int8"}
+    expected |= {f"mlp.{part}_proj": "int8" for part in ("gate", "up")}
+    for part, kind in expected.items():
+        name = f"layers.0.{part}"
+        dense = expanded[f"model.{name}.weight"]
+        found = weights.matrix(name, (dense.shape[0], dense.shape[1]))
         assert isinstance(found, GroupedMatrix)
-        assert found.kind == "int8"
-        assert torch.equal(found.dequantized(), expanded[f"model.{name}.weight"])
+        assert found.kind == kind
+        assert torch.equal(found.dequantized(), dense)
+    prompt = random_prompt(15, seed=1)
+    runs = [TinyModel(each, kernels=KERNELS[-1], max_tokens=40, num_sequences=5) for each in (path, expanded_path)]
+    assert runs[0].greedy(prompt, 12, chunk=6) == runs[1].greedy(prompt, 12, chunk=6)
+    if cpu.available():
+        digest, bits = weights_digest(path), runs[0].logits(prompt)
+        for _ in range(2):  # written, then mapped
+            kernels = load_kernel_set("native")
+            runs[0].model = load_model(runs[0].config, kernels, cache_dir=tmp_path / "cache", digest=digest)
+            assert torch.equal(runs[0].logits(prompt), bits)
 
 
 @pytest.mark.parametrize("kinds_of", [{}, {".attn_v.": Q8_0}], ids=["four bits", "and eight"])

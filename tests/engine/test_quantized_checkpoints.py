@@ -24,7 +24,7 @@ from kernels.grouped import GroupedMatrix
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
 from tests.engine.model_harness import TinyModel, hugging_face, hugging_face_logits, random_prompt
-from tests.quantized_checkpoints import Recipe, awq, fp8, gptq, pack_quantized, quantized_copy
+from tests.quantized_checkpoints import Recipe, awq, fp8, fp8_blocks, gptq, pack_quantized, quantized_copy
 
 Tiny = Callable[..., Path]
 NATIVE = pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable())
@@ -43,6 +43,9 @@ RECIPES: dict[str, Recipe] = {
     "w8a16 by row": pack_quantized(bits=8, group_size=-1),
     "fp8 by matrix": fp8(by_row=False),
     "fp8 by row, lm_head too": fp8(by_row=True, kept=()),
+    "fp8 by block": fp8_blocks((24, 32)),
+    "fp8 by block, whole rows": fp8_blocks((128, 128), dtype=torch.bfloat16),
+    "fp8 of one scale": fp8_blocks(None),
 }
 Make = Callable[..., tuple[Path, Path]]
 
@@ -119,6 +122,7 @@ def test_every_matrix_is_what_it_stands_for(make: Make) -> None:
         ("awq", "qwen3", 1),
         pytest.param("w4a16 with zero points, act-order", "llama", 1, marks=pytest.mark.nightly),
         ("fp8 by row, lm_head too", "llama", 1),
+        ("fp8 by block", "qwen3", 1),
     ],
 )
 def test_the_tokens_are_transformers(make: Make, name: str, family: str, seed: int, cache: Path) -> None:
@@ -274,6 +278,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "awq", "version": "gemv"}, r"version is 'gemv'; supported: gemm"),
     ({"quant_method": "awq", "bits": 8}, r"bits is 8; supported: 4"),
     ({"quant_method": "awq", "zero_point": False}, r"zero_point is False; supported: True"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, r"fmt is 'e5m2'; supported: e4m3"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 48]}, r"weight_block_size is \[128, 48\]; supported: none, or"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"weight_block_size is \[0, 128\]"),
+    ({"quant_method": "fp8", "weight_block_size": 128}, r"weight_block_size is 128"),
 ]
 
 
@@ -352,9 +360,24 @@ def test_broken_checkpoints_are_named(make: Make, tmp_path: Path) -> None:
 
 
 @NATIVE
-def test_matrices_in_different_orders_are_refused(broken: Path) -> None:
-    edit_tensors(broken, lambda t: t["model.layers.0.self_attn.k_proj.g_idx"].copy_(torch.arange(64) // 32 ^ 1))
-    with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj.*: matrices over one input .* in one order"):
+def test_matrices_in_different_orders(broken: Path, cache: Path) -> None:
+    """k's groups are of other columns than q's and v's: it is a part by itself. Gate and up must have one order."""
+
+    def scatter(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.k_proj.g_idx"].copy_(torch.arange(64) % 2)
+
+    edit_tensors(broken, scatter)
+    prompt = random_prompt(9, seed=1)
+    runs = {kernels: TinyModel(broken, kernels=kernels, max_tokens=40, num_sequences=3) for kernels in KERNELS}
+    expected, found = (runs[kernels].logits(prompt) for kernels in ("torch", "native"))
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+    digest = weights_digest(broken, cache_dir=cache)
+    for _ in range(2):  # written, then mapped
+        model = load_model(runs["native"].config, load_kernel_set("native"), cache_dir=cache, digest=digest)
+        runs["native"].model = model
+        assert torch.equal(runs["native"].logits(prompt), found)
+    edit_tensors(broken, lambda t: t["model.layers.0.mlp.up_proj.g_idx"].copy_(torch.arange(64) // 32 ^ 1))
+    with pytest.raises(ModelError, match=r"layers.0.mlp.gate_proj.*: gate and up must have .* in one order"):
         load_model(load_model_config(broken), load_kernel_set("native"))
 
 
@@ -375,6 +398,11 @@ def test_broken_compressed_tensors_are_named(make: Make, tmp_path: Path) -> None
             "fp8 by row, lm_head too",
             lambda t: t.update({f"{NAME}.weight_scale": torch.ones(1)}),
             rf"{NAME}: tensor weight_scale is \[1\]; .* ask for \[64, 1\]",
+        ),
+        (
+            "fp8 by block",
+            lambda t: t.update({f"{NAME}.weight_scale_inv": torch.ones(3, 2)}),
+            rf"{NAME}: tensor weight_scale_inv is \[3, 2\]; .* ask for \[3, 3\]",
         ),
         (
             "fp8 by matrix",

@@ -157,6 +157,7 @@ def _run_workload(
     has_draft_model: bool = False,
     num_host_blocks: int = 0,
     windows: tuple[int | None, ...] = (None,),
+    is_async: bool = False,
 ) -> Counter[str]:
     """Runs one workload, checks everything, and says what happened in it."""
     rng = Random(seed)
@@ -173,8 +174,10 @@ def _run_workload(
         speculator=Speculator(config, Guesser(Random(seed))) if speculates else None,
         make_drafter=partial(_drafter, Random(seed), config) if has_draft_model else None,
         num_host_blocks=num_host_blocks,
+        is_async=is_async,
         wrap_slots=lambda slots: _SlowSlots(slots.num_slots, 8 * BLOCK_SIZE, Random(seed)),
     )
+    harness.runner.runs_early = seed % 3 == 0
     seen: Counter[str] = Counter()
     for number in range(rng.randint(2, 9)):
         request = _request(rng, f"r{number}")
@@ -205,6 +208,7 @@ def _run_workload(
     seen["aborted"] += len(harness.aborted)
     seen["drafted"] += harness.num_drafted
     seen["accepted"] += harness.num_accepted
+    seen["ahead"] += harness.runner.num_ahead
     seen["loaded"] += sum(tokens for tiers in harness.loaded.values() for tokens in tiers.values())
     return seen
 
@@ -241,6 +245,22 @@ def test_the_workloads_are_hard() -> None:
     wanted = ("adopted", "resumed", "preempted", "copied", "hit", "evicted", "aborted", "accepted", "rejected")
     too_rare = {what: seen[what] for what in wanted if seen[what] < 20}
     assert not too_rare
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=SEEDS, windows=st.sampled_from(((None,), *WINDOWS)), num_host_blocks=st.sampled_from((0, 0, 0, 6)))
+def test_tokens_equal_the_oracle_when_steps_run_late(
+    seed: int, windows: tuple[int | None, ...], num_host_blocks: int
+) -> None:
+    """A step is started before the one in front of it has run: what ends or comes in between must not meet it."""
+    tiers = 0 if None not in windows else num_host_blocks
+    _run_workload(seed, is_async=True, windows=windows, num_host_blocks=tiers)
+
+
+def test_the_workloads_whose_steps_run_late_are_hard() -> None:
+    seen = sum((_run_workload(seed, is_async=True) for seed in range(60)), Counter[str]())
+    wanted = ("ahead", "adopted", "resumed", "preempted", "copied", "hit", "evicted", "aborted")
+    assert not {what: seen[what] for what in wanted if seen[what] < 20}
 
 
 @settings(max_examples=50, deadline=None)

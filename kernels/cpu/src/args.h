@@ -58,13 +58,14 @@ struct GroupedArgs {
   int scale_form;
   const void* scales;
   const float* offsets;       // [panels, groups, 32]; null: none
-  const float* x_sums;        // [m, groups], of x over each group; only with offsets
+  const float* x_sums;        // [m, groups], of x over each group; only with offsets; of tile_rows as that orders them
   // Instead of x, when it goes in fixed point: as fixed_rows makes them.
   int64_t flush, scale_panel_bytes;  // k whose products are added as integers; scales of a panel
   const int16_t* fixed;
   const float* fixed_scales;
   const int32_t* fixed_starts;
   const float* fixed_sums;
+  const uint16_t* tiles;  // ... or as tile_rows does
 };
 
 constexpr int64_t K_MIN_BYTES = 640;  // float16 d[32], dmin[32]; uint8 scale[8][32], min[8][32]: scale d, offset -dmin min
@@ -77,6 +78,16 @@ struct FixedRowsArgs {
   int16_t* out;
   float* scales;
   int32_t* starts;
+  float* sums;
+  int numbers;
+  int64_t num_rows, size, x_stride, depth, flush;
+};
+
+// bfloat16 rows in the order of tiles (linear_tiles.h): out [16 rows][depth / 32][row][32 k], what is beyond `size` zero;
+// sums [16 rows][flush][row], or null. Of the last rows a tile has room for 1, 2, 4, 8 or 16.
+struct TileRowsArgs {
+  const void* x;
+  uint16_t* out;
   float* sums;
   int numbers;
   int64_t num_rows, size, x_stride, depth, flush;

@@ -37,7 +37,16 @@ struct OpsOfType {
   Op<CombineArgs> combine;
   Op<GroupedArgs> linear_fixed;
   Op<FixedRowsArgs> fixed_rows;
+  Op<GroupedArgs> linear_tiles;
+  Op<TileRowsArgs> tile_rows;
   uint32_t fixed_numbers;  // a bit for each kind of numbers that goes by linear_fixed
+  uint32_t tile_numbers;   // ... by linear_tiles
+};
+
+// What VNNI computes, to the same bits as without it.
+struct IntegerOps {
+  Op<LinearArgs> linear_w8a8;
+  Op<GroupedArgs> linear_fixed;
 };
 
 struct Kernels {
@@ -53,6 +62,7 @@ struct Kernels {
 
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const IntegerOps integer_ops_vnni[2];  // of float32, of bfloat16
 extern const Kernels kernels_avx512_bf16;
 extern const Kernels kernels_amx;
 extern const Kernels kernels_amx_emulated;

@@ -20,7 +20,7 @@ namespace {
 typedef uintptr_t Address;
 
 constexpr int64_t SMALL = 1 << 15;  // an op that touches fewer numbers runs on the caller's thread: waking others costs more
-constexpr int64_t PANEL = 32, BLOCK_BYTES = 2048, SPLIT = 256, TILE_TARGET = 64, INT8_DEPTH = 64, INT4_DEPTH = 128, K_DEPTH = 256;  // of ops/tiles.h and ops/attention.h
+constexpr int64_t PANEL = 32, BLOCK_BYTES = 2048, SPLIT = 256, TILE_TARGET = 64, INT8_DEPTH = 64, INT4_DEPTH = 128, K_DEPTH = 256, FLUSH_DEPTH = 128;  // of ops/tiles.h and ops/attention.h
 
 const Kernels* active = nullptr;
 
@@ -203,6 +203,22 @@ void fixed_linear(int dtype, GroupedArgs args, int64_t depth, bool wide, Questio
   run_linear(ops(dtype).linear_fixed, args, wide, questions);
 }
 
+// x in the order of tiles (ops/linear_tiles.h), in the pool's shared memory, times the weight.
+void tiled_linear(int dtype, GroupedArgs args, int64_t depth, bool wide, Questions* questions) {
+  const LinearArgs& a = args.linear;
+  args.flush = args.group < FLUSH_DEPTH ? args.group : FLUSH_DEPTH;
+  args.scale_panel_bytes = scale_panel_bytes(args.scale_form, args.num_groups, depth);
+  const bool sums = args.offsets || args.scale_form == K_MIN_SCALES;
+  const int64_t rows = (a.m + 15) / 16 * 16, num_flushes = (depth + args.flush - 1) / args.flush, x_bytes = rows * depth * 2;
+  char* shared = Pool::instance().shared(x_bytes + (sums ? rows * num_flushes * (int64_t)sizeof(float) : 0));
+  uint16_t* tiles = reinterpret_cast<uint16_t*>(shared);
+  float* x_sums = sums ? reinterpret_cast<float*>(shared + x_bytes) : nullptr;
+  const TileRowsArgs order{a.x, tiles, x_sums, args.numbers, a.m, a.k, a.x_stride, depth, args.flush};
+  run(ops(dtype).tile_rows, order, a.m > 1 && a.m * a.k >= SMALL);
+  args.tiles = tiles, args.x_sums = x_sums;
+  run_linear(ops(dtype).linear_tiles, args, wide, questions);
+}
+
 // `integers`: x is quantized too, row by row.
 void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address scales, Address bias, Address residual,
                  int64_t residual_stride, Address out, int64_t out_stride, int64_t m, int64_t n_out, int64_t k,
@@ -214,11 +230,12 @@ void linear_int8(int dtype, Address x, int64_t x_stride, Address weight, Address
                   nullptr, nullptr};
   const int64_t depth = (k + INT8_DEPTH - 1) / INT8_DEPTH * INT8_DEPTH;
   if (integers) {
-    char* rows = Pool::instance().shared(m * depth + 2 * m * (int64_t)sizeof(float));
-    float* row_scales = reinterpret_cast<float*>(rows + m * depth);
+    const int64_t stride = depth % 1024 ? depth : depth + 64;  // kernels/cpu/spaced_rows.py has the reason
+    char* rows = Pool::instance().shared(m * stride + 2 * m * (int64_t)sizeof(float));
+    float* row_scales = reinterpret_cast<float*>(rows + m * stride);
     int32_t* row_sums = reinterpret_cast<int32_t*>(row_scales + m);
-    run(ops(dtype).quantize, QuantizeArgs{at(x), rows, row_scales, row_sums, m, k, x_stride, depth}, m > 1 && m * k >= SMALL);
-    args.x = rows, args.x_stride = depth, args.x_scales = row_scales, args.x_sums = row_sums;
+    run(ops(dtype).quantize, QuantizeArgs{at(x), rows, row_scales, row_sums, m, k, x_stride, stride}, m > 1 && m * k >= SMALL);
+    args.x = rows, args.x_stride = stride, args.x_scales = row_scales, args.x_sums = row_sums;
     run_linear(ops(dtype).linear_w8a8, args, wide, at<Questions>(questions));
     return;
   }
@@ -250,6 +267,10 @@ void linear_grouped(int dtype, int numbers, Address x, int64_t x_stride, Address
   args.scale_form = scale_form, args.scales = at(scales), args.offsets = at<float>(offsets);
   args.scale_panel_bytes = scale_panel_bytes(scale_form, num_groups, depth);
   const bool wide = m * n_out * k >= SMALL;
+  if (ops(dtype).tile_numbers >> numbers & 1) {
+    tiled_linear(dtype, args, depth, wide, at<Questions>(questions));
+    return;
+  }
   if (ops(dtype).fixed_numbers >> numbers & 1) {
     fixed_linear(dtype, args, depth, wide, at<Questions>(questions));
     return;
@@ -293,7 +314,7 @@ void attention(int dtype, Address q, int64_t q_stride, Address k_cache, int64_t 
   const bool wide = visible * num_kv_heads * group_size * head_dim >= SMALL;
   if (wide && threads > 1 && splits_per_tile > 1 && num_tiles < 4 * threads) {
     // Too few tiles to keep the threads busy: the splits of each are computed apart and merged afterwards, to the same bits.
-    const int64_t rows = (longest < tokens_per_tile ? longest : tokens_per_tile) * group_size;
+    const int64_t rows = ((longest < tokens_per_tile ? longest : tokens_per_tile) * group_size + 31) / 32 * 32;
     const int64_t width = (head_dim + PANEL - 1) / PANEL * PANEL;
     const int64_t bytes = (rows * (width + 2) * 4 + 63) / 64 * 64;
     args.partials = Pool::instance().shared(num_tiles * splits_per_tile * bytes);
@@ -386,7 +407,7 @@ void linear_each(int dtype, const std::vector<std::vector<int64_t>>& products, i
   for (const std::vector<int64_t>& p : products) {
     if (p.size() != 9) throw std::invalid_argument("a product is 9 numbers");
     each.push_back(LinearArgs{at(p[0]), at<char>(p[2]), at<float>(p[3]), nullptr, at(p[4]), p[6], p[7], p[8], p[1], 0, p[5],
-                              activation, false, nullptr, nullptr});
+                              activation, false, nullptr, nullptr, nullptr});
     work += p[6] * p[7] * p[8];
   }
   run(ops(dtype).linear_each, LinearEachArgs{each.data(), static_cast<int64_t>(each.size())}, work >= SMALL);

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import build, device_staging
+from engine import build, decode_graphs, device_staging
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.largest_steps import StepLimits, _shapes
@@ -49,7 +49,8 @@ def test_the_pool_gets_what_the_largest_steps_leave(
     forward, logits = Decoder.forward, Decoder.logits
 
     def watched(self: Decoder, ids: torch.Tensor, positions: torch.Tensor, batch: object, *rest: object) -> object:
-        steps.append((len(ids), batch.kv_lens))  # type: ignore[attr-defined]
+        sequences = [each for each in (batch.short, batch.long) if each is not None]  # type: ignore[attr-defined]
+        steps.append((len(ids), max(each.max_kv_len for each in sequences)))
         device.take(5 * MIB)
         result = forward(self, ids, positions, batch, *rest)  # type: ignore[arg-type]
         device.take(-5 * MIB)
@@ -62,11 +63,16 @@ def test_the_pool_gets_what_the_largest_steps_leave(
 
     monkeypatch.setattr(Decoder, "forward", watched)
     monkeypatch.setattr(Decoder, "logits", counted)
-    engine = Engine(options(tiny_model("gemma3"), gpu_memory_utilization=0.5))
-    assert steps == [(12, (12,)), (3, (24, 24, 24))]
+    engine = Engine(options(tiny_model("gemma3"), gpu_memory_utilization=0.5, enforce_eager=True))
+    assert steps == [(12, 12), (3, 24)]
     assert drawn == [(3, VOCAB_SIZE)] * 2
     size = engine.memory.io.block_bytes
     assert engine.num_blocks == (40 * MIB - 5 * MIB - 8 * size) // size
+    engine.close()
+    monkeypatch.setattr(decode_graphs, "GRAPH_BYTES", MIB)
+    engine = Engine(options(tiny_model("gemma3"), gpu_memory_utilization=0.5))
+    assert steps[2:] == [(12, 12), (3, 24), (3, 24)]  # the last one is what the graphs share, of 1, 2 and 3 sequences
+    assert engine.num_blocks == (40 * MIB - 5 * MIB - 5 * MIB - 3 * MIB - 8 * size) // size
     engine.close()
 
 

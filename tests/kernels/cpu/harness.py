@@ -13,7 +13,7 @@ import kernels.cpu
 from kernels.cpu.native import NativeKernels
 from kernels.paged import PagedBatch
 
-ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "amx_emulated")
+ISAS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "amx_emulated")
 DTYPES = (torch.float32, torch.bfloat16)
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 """Half a unit in the last place of 1: the relative error of one rounding."""

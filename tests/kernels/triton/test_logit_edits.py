@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device_sampler import pack_edits
+from engine.device_sample_rows import pack_edits
 from engine.logit_adjustment import adjust
 from engine.sample import SampleRow
 from kernels.triton import logit_edits

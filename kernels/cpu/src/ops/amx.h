@@ -1,4 +1,6 @@
-// The product on AMX tiles for bfloat16: 2 x 2 tiles of C, one block of 32 k at a time. float32 stays on vectors.
+// The product on AMX tiles for bfloat16 and int8: 2 x 2 tiles of C, one block of k at a time. float32 stays on vectors.
+//
+// int8's sums are 32-bit integers, exact in any order; C's floats have their bits.
 //
 //   tiles 0 1   C, rows 0..15          tile 4   A, rows 0..15     tiles 6 7   B, columns 0..15 and 16..31
 //   tiles 2 3   C, rows 16..31         tile 5   A, rows 16..31
@@ -8,6 +10,8 @@ template <typename T>
 constexpr int64_t MAX_ROWS = VECTOR_ROWS;
 template <>
 constexpr int64_t MAX_ROWS<bf16> = 32;
+template <>
+constexpr int64_t MAX_ROWS<int8_t> = 32;
 
 struct __attribute__((packed, aligned(64))) TileConfig {
   uint8_t palette, start_row, reserved[14];
@@ -16,12 +20,16 @@ struct __attribute__((packed, aligned(64))) TileConfig {
 };
 
 #if defined(PAGEWIRE_AMX_EMULATED)
+#define TILE_BARRIER()
 #include "amx_emulated.h"
 #else
+// GCC doesn't know that a tile load reads memory: TILE_BARRIER between the stores that made it and the load.
+#define TILE_BARRIER() asm volatile("" : : : "memory")
 #define TILE_ZERO(c) _tile_zero(c)
 #define TILE_LOAD(t, base, stride) _tile_loadd(t, base, stride)
 #define TILE_STORE(t, base, stride) _tile_stored(t, base, stride)
-#define TILE_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
+#define TILE_MULTIPLY_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
+#define TILE_MULTIPLY_INT8(c, a, b) _tile_dpbssd(c, a, b)
 INLINE void tile_configure(const TileConfig& config) {
   // GCC 12 takes the configuration for 8 bytes long and may drop the other stores before it (shared/CPU.md).
   asm volatile("" : : "r"(&config) : "memory");
@@ -29,6 +37,16 @@ INLINE void tile_configure(const TileConfig& config) {
 }
 INLINE void tile_release() { _tile_release(); }
 #endif
+
+// C += A B of tiles by number, which must be constants.
+#define TILE_MULTIPLY(T, c, a, b)        \
+  do {                                   \
+    if constexpr (sizeof(T) == 1) {      \
+      TILE_MULTIPLY_INT8(c, a, b);       \
+    } else {                             \
+      TILE_MULTIPLY_BF16(c, a, b);       \
+    }                                    \
+  } while (0)
 
 // This thread's tile configuration during an op. Other libraries use tiles too, so nothing is kept from op to op.
 struct TileScope {
@@ -53,20 +71,31 @@ struct TileScope {
   }
 };
 
-constexpr int64_t PREFETCH = 4096;  // bytes ahead; measured best for weights streamed into tiles (shared/CPU.md)
+constexpr int64_t PREFETCH_BLOCKS = 2, PREFETCH = PREFETCH_BLOCKS * BLOCK_BYTES;  // ahead; measured best (shared/CPU.md)
 
-INLINE void prefetch_block(const char* b) {
+// B's blocks as they lie in memory.
+struct PackedBlocks {
+  const char *first, *next;
+  int64_t num_blocks;
+  __attribute__((always_inline)) const char* at(int64_t block) const {
+    const char* b = first + block * BLOCK_BYTES;
+    if (!next) return b;
+    const int64_t beyond = block + PREFETCH_BLOCKS - num_blocks;
+    const char* ahead = beyond < 0 ? b + PREFETCH : next + beyond * BLOCK_BYTES;
 #pragma GCC unroll 32
-  for (int i = 0; i < 32; ++i) _mm_prefetch(b + i * 64, _MM_HINT_T0);
-}
+    for (int i = 0; i < 32; ++i) _mm_prefetch(ahead + i * 64, _MM_HINT_T0);
+    return b;
+  }
+};
 
-INLINE void multiply(int64_t rows, const Product<float>& p, bool resume, TileScope&) { multiply_vectors(rows, p, resume); }
-
-INLINE void multiply(int64_t rows, const Product<bf16>& p, bool resume, TileScope& scope) {
+// `blocks`: B's, instead of p.b.
+template <typename T, typename Blocks>
+INLINE void multiply_tiles(int64_t rows, const Product<T>& p, const Blocks& blocks, bool resume, TileScope& scope) {
   const int64_t rows0 = smaller(rows, 16), rows1 = rows - rows0;
-  const int64_t a_bytes = p.a_stride * 2, c_bytes = p.c_stride * 4;
+  const int64_t a_bytes = p.a_stride * sizeof(T), c_bytes = p.c_stride * 4;
   float* c1 = p.c + 16 * p.c_stride;
   scope.configure(rows0, rows1);
+  TILE_BARRIER();
   if (resume) {
     TILE_LOAD(0, p.c, c_bytes);
     TILE_LOAD(1, p.c + 16, c_bytes);
@@ -74,16 +103,15 @@ INLINE void multiply(int64_t rows, const Product<bf16>& p, bool resume, TileScop
     TILE_ZERO(0);
     TILE_ZERO(1);
   }
-  const char* b = p.b;
-  const bf16* a = p.a;
+  const T* a = p.a;
   if (rows1 == 0) {
-    for (int64_t block = 0; block < p.num_blocks; ++block, b += BLOCK_BYTES, a += 32) {
-      prefetch_block(b + PREFETCH);
+    for (int64_t block = 0; block < p.num_blocks; ++block, a += DEPTH<T>) {
+      const char* b = blocks.at(block);
       TILE_LOAD(4, a, a_bytes);
       TILE_LOAD(6, b, 64);
-      TILE_MULTIPLY(0, 4, 6);
+      TILE_MULTIPLY(T, 0, 4, 6);
       TILE_LOAD(7, b + TILE_BYTES, 64);
-      TILE_MULTIPLY(1, 4, 7);
+      TILE_MULTIPLY(T, 1, 4, 7);
     }
   } else {
     if (resume) {
@@ -93,21 +121,29 @@ INLINE void multiply(int64_t rows, const Product<bf16>& p, bool resume, TileScop
       TILE_ZERO(2);
       TILE_ZERO(3);
     }
-    const bf16* a1 = a + 16 * p.a_stride;
-    for (int64_t block = 0; block < p.num_blocks; ++block, b += BLOCK_BYTES, a += 32, a1 += 32) {
-      prefetch_block(b + PREFETCH);
+    const T* a1 = a + 16 * p.a_stride;
+    for (int64_t block = 0; block < p.num_blocks; ++block, a += DEPTH<T>, a1 += DEPTH<T>) {
+      const char* b = blocks.at(block);
       TILE_LOAD(4, a, a_bytes);
       TILE_LOAD(6, b, 64);
       TILE_LOAD(7, b + TILE_BYTES, 64);
-      TILE_MULTIPLY(0, 4, 6);
-      TILE_MULTIPLY(1, 4, 7);
+      TILE_MULTIPLY(T, 0, 4, 6);
+      TILE_MULTIPLY(T, 1, 4, 7);
       TILE_LOAD(5, a1, a_bytes);
-      TILE_MULTIPLY(2, 5, 6);
-      TILE_MULTIPLY(3, 5, 7);
+      TILE_MULTIPLY(T, 2, 5, 6);
+      TILE_MULTIPLY(T, 3, 5, 7);
     }
     TILE_STORE(2, c1, c_bytes);
     TILE_STORE(3, c1 + 16, c_bytes);
   }
   TILE_STORE(0, p.c, c_bytes);
   TILE_STORE(1, p.c + 16, c_bytes);
+}
+
+INLINE void multiply(int64_t rows, const Product<float>& p, bool resume, TileScope&) { multiply_vectors(rows, p, resume); }
+INLINE void multiply(int64_t rows, const Product<bf16>& p, bool resume, TileScope& scope) {
+  multiply_tiles(rows, p, PackedBlocks{p.b, p.next, p.num_blocks}, resume, scope);
+}
+INLINE void multiply(int64_t rows, const Product<int8_t>& p, bool resume, TileScope& scope) {
+  multiply_tiles(rows, p, PackedBlocks{p.b, p.next, p.num_blocks}, resume, scope);
 }

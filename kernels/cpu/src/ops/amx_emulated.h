@@ -37,18 +37,32 @@ static void TILE_STORE(int t, void* base, int64_t stride) {
   for (int r = 0; r < tiles.config.rows[t]; ++r)
     __builtin_memcpy((char*)base + r * stride, tiles.data[t][r], tiles.config.bytes_per_row[t]);
 }
-static void TILE_MULTIPLY(int c, int a, int b) {
+static void fault_unless_multipliable(int c, int a, int b) {
   fault_unless(tiles.configured && tiles.config.rows[c] == tiles.config.rows[a]);
   fault_unless(tiles.config.bytes_per_row[a] == 4 * tiles.config.rows[b]);
+}
+static void TILE_MULTIPLY_BF16(int c, int a, int b) {
+  fault_unless_multipliable(c, a, b);
   for (int m = 0; m < tiles.config.rows[c]; ++m) {
-    float* sum = (float*)tiles.data[c][m];
+    vec even = vzero(), odd = vzero();
     for (int k = 0; k < tiles.config.rows[b]; ++k) {
       const bf16* x = (const bf16*)tiles.data[a][m] + 2 * k;
-      const bf16* y = (const bf16*)tiles.data[b][k];
-      for (int n = 0; n < 16; ++n) {
-        sum[n] += to_float(x[0]) * to_float(y[2 * n]);
-        sum[n] += to_float(x[1]) * to_float(y[2 * n + 1]);
-      }
+      even = vfma(vset(to_float(x[0])), load_even(tiles.data[b][k]), even);
+      odd = vfma(vset(to_float(x[1])), load_odd(tiles.data[b][k]), odd);
+    }
+    float* sum = (float*)tiles.data[c][m];
+    vstore(sum, vadd(vload(sum), vadd(even, odd)));
+  }
+}
+static void TILE_MULTIPLY_INT8(int c, int a, int b) {
+  fault_unless_multipliable(c, a, b);
+  for (int m = 0; m < tiles.config.rows[c]; ++m) {
+    int32_t* sum = (int32_t*)tiles.data[c][m];
+    for (int k = 0; k < tiles.config.rows[b]; ++k) {
+      const int8_t* x = (const int8_t*)tiles.data[a][m] + 4 * k;
+      const int8_t* y = (const int8_t*)tiles.data[b][k];
+      for (int n = 0; n < 16; ++n)
+        for (int j = 0; j < 4; ++j) sum[n] += x[j] * y[4 * n + j];
     }
   }
 }

@@ -15,14 +15,14 @@ constexpr float NOTHING = -1e30f;    // a maximum that any score replaces; finit
 
 template <typename T>
 struct AttentionShape {
-  int64_t tokens_per_tile, rows, width;  // width: head_dim in whole panels
+  int64_t tokens_per_tile, rows, width;  // rows: computed; width: head_dim in whole panels
   int64_t value_panel_bytes, blocks_per_group;
 
   explicit AttentionShape(const AttentionArgs& a) {
     tokens_per_tile = larger(1, TILE_TARGET / a.group_size);
     int64_t longest = 0;
     for (int64_t s = 0; s < a.num_sequences; ++s) longest = larger(longest, a.cu_seqlens[s + 1] - a.cu_seqlens[s]);
-    rows = smaller(tokens_per_tile, longest) * a.group_size;
+    rows = computed_rows<T>(smaller(tokens_per_tile, longest) * a.group_size);
     width = round_up(a.head_dim, PANEL);
     blocks_per_group = GROUP / DEPTH<T>;
     value_panel_bytes = SPLIT / DEPTH<T> * BLOCK_BYTES;
@@ -205,7 +205,7 @@ INLINE float weigh(const float* scores, const float* value_scales, T* weights, i
 template <typename T, typename C>
 void attend_split(const AttentionArgs& a, const AttentionTile& tile, const AttentionShape<T>& shape,
                   const AttentionScratch<T>& scratch, int64_t split, const Partial& to, TileScope& scope) {
-  const int64_t base = split * SPLIT, rows = tile.num_tokens * a.group_size;
+  const int64_t base = split * SPLIT, rows = tile.num_tokens * a.group_size, computed = computed_rows<T>(rows);
   const int64_t begin = larger(0, tile.kv_begin - base) / GROUP, end = (smaller(SPLIT, tile.kv_end - base) + GROUP - 1) / GROUP;
   const int64_t key_panel_bytes = GROUP * shape.width * sizeof(T);
   TokenGroup<C> ring[RING];  // of the group being packed and the AHEAD next ones, in the next split too
@@ -228,7 +228,7 @@ void attend_split(const AttentionArgs& a, const AttentionTile& tile, const Atten
     pack_cell_keys<C, T>(tokens.keys, a.head_dim, panel);
     pack_cell_values<C, T>(tokens.values, a.head_dim, scratch.values, shape.value_panel_bytes, g * shape.blocks_per_group);
     const int64_t num_blocks = (a.head_dim + DEPTH<T> - 1) / DEPTH<T>;
-    multiply_all(rows, Product<T>{scratch.q, shape.width, panel, num_blocks, scratch.scores + g * GROUP, SPLIT}, false, scope);
+    multiply_all(computed, Product<T>{scratch.q, shape.width, panel, num_blocks, scratch.scores + g * GROUP, SPLIT}, false, scope);
   }
   const float* key_scales = SCALED<C> ? scratch.key_scales : nullptr;
   const float* value_scales = SCALED<C> ? scratch.value_scales : nullptr;
@@ -237,13 +237,16 @@ void attend_split(const AttentionArgs& a, const AttentionTile& tile, const Atten
     const int64_t low = a.window ? position - a.window + 1 - base : 0, high = position + 1 - base;
     float* scores = scratch.scores + row * SPLIT;
     to.top[row] = finish_scores(a, scores, key_scales, begin * GROUP, end * GROUP, low, high);
-    to.sum[row] = weigh(scores, value_scales, scratch.weights + row * SPLIT, begin * GROUP, end * GROUP, to.top[row]);
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    T* weights = scratch.weights + row * SPLIT;
+    to.sum[row] = weigh(scratch.scores + row * SPLIT, value_scales, weights, begin * GROUP, end * GROUP, to.top[row]);
   }
   const int64_t first_block = begin * shape.blocks_per_group, num_blocks = (end - begin) * shape.blocks_per_group;
   for (int64_t d = 0; d < shape.width; d += PANEL) {
     const char* panel = scratch.values + d / PANEL * shape.value_panel_bytes + first_block * BLOCK_BYTES;
     const T* weights = scratch.weights + begin * GROUP;
-    multiply_all(rows, Product<T>{weights, SPLIT, panel, num_blocks, to.values + d, shape.width}, false, scope);
+    multiply_all(computed, Product<T>{weights, SPLIT, panel, num_blocks, to.values + d, shape.width}, false, scope);
   }
 }
 
@@ -299,18 +302,18 @@ void attend(const AttentionArgs& a, const Region& region) {
   TileScope scope;
   for (int64_t task; (task = next_task(region)) < num_tiles * splits_per_tile;) {
     const AttentionTile tile(a, shape.tokens_per_tile, task / splits_per_tile);
-    const int64_t rows = tile.num_tokens * a.group_size;
+    const int64_t rows = tile.num_tokens * a.group_size, computed = computed_rows<T>(rows);
     if (a.partials) {
       const int64_t split = tile.first_split + task % splits_per_tile;
       if (split >= tile.last_split) continue;
       copy_queries<T, C>(a, tile, shape, scratch.q);
-      attend_split<T, C>(a, tile, shape, scratch, split, Partial(a.partials + task * partial_bytes, rows, shape.width), scope);
+      attend_split<T, C>(a, tile, shape, scratch, split, Partial(a.partials + task * partial_bytes, computed, shape.width), scope);
       continue;
     }
     copy_queries<T, C>(a, tile, shape, scratch.q);
-    const Partial total(scratch.total, rows, shape.width), next(scratch.split, rows, shape.width);
-    clear(total, rows, shape.width);
-    for (int64_t split = tile.first_split; split < tile.last_split; ++split) {
+    const Partial total(scratch.total, computed, shape.width), next(scratch.split, computed, shape.width);
+    attend_split<T, C>(a, tile, shape, scratch, tile.first_split, total, scope);
+    for (int64_t split = tile.first_split + 1; split < tile.last_split; ++split) {
       attend_split<T, C>(a, tile, shape, scratch, split, next, scope);
       merge(total, next, rows, shape.width);
     }
@@ -336,12 +339,12 @@ void attention_merge(const AttentionArgs& a, const Region& region) {
   const int64_t splits_per_tile = a.table_stride * a.block_size / SPLIT + 1;
   for (int64_t task; (task = next_task(region)) < num_tiles;) {
     const AttentionTile tile(a, shape.tokens_per_tile, task);
-    const int64_t rows = tile.num_tokens * a.group_size;
-    const Partial total(scratch.total, rows, shape.width);
+    const int64_t rows = tile.num_tokens * a.group_size, computed = computed_rows<T>(rows);
+    const Partial total(scratch.total, computed, shape.width);
     clear(total, rows, shape.width);
     for (int64_t split = tile.first_split; split < tile.last_split; ++split) {
       char* at = a.partials + (task * splits_per_tile + split - tile.first_split) * partial_bytes;
-      merge(total, Partial(at, rows, shape.width), rows, shape.width);
+      merge(total, Partial(at, computed, shape.width), rows, shape.width);
     }
     write_out<T>(a, tile, total, shape.width);
   }

@@ -138,7 +138,7 @@ struct FixedSpread {
   INLINE ivec pair(const char* unit, int v) { return iload(unit + P * 64 + v * W * 4); }
 };
 
-// Whether the op of T goes this way: bfloat16 loses nothing by it where there are no tiles for bfloat16.
+// Whether the op of T goes this way: bfloat16 loses nothing by it where there are no tiles for it (linear_tiles.h).
 template <typename T>
 constexpr bool is_fixed(int numbers) {
 #if defined(PAGEWIRE_AMX)

@@ -144,16 +144,56 @@ void unpacked_int8(const LinearArgs& a, const Int8Plan<T>& plan, int64_t task, f
   }
 }
 
+#if defined(PAGEWIRE_AMX)
+// Blocks of int8 as blocks of bfloat16: each is unpacked just before the tiles read it, so the weight passes once.
+struct UnpackedBlocks {
+  const char* first;
+  char* tiles;  // of two blocks, by turns
+
+  __attribute__((always_inline)) const char* at(int64_t block) const {
+    const int64_t half = block % 2;
+    const char* from = first + block / 2 * BLOCK_BYTES + half * 512;
+    char* to = tiles + half * BLOCK_BYTES;
+    for (int64_t strip = 0; strip < 2; ++strip)
+      for (int64_t word = 0; word < 8; ++word) {
+        const char* words = from + strip * TILE_BYTES + word * 64;
+        _mm_prefetch(words + PREFETCH, _MM_HINT_T0);
+        unpack_word(words, word, to + strip * TILE_BYTES, bf16());
+      }
+    TILE_BARRIER();
+    return to;
+  }
+};
+
+INLINE void streamed_int8(const LinearArgs& a, const Int8Plan<bf16>& plan, int64_t task, float* sums, char* tiles, TileScope& scope) {
+  const Int8Part part(a, plan, task);
+  for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) {
+    const UnpackedBlocks blocks{a.weight + panel * plan.num_blocks * BLOCK_BYTES, tiles};
+    const Product<bf16> product{(const bf16*)a.x, a.x_stride, nullptr, plan.num_blocks * 2, sums, PANEL};
+    multiply_tiles(a.m, product, blocks, false, scope);
+    finish_int8<bf16>(a, 0, a.m, panel, sums);
+  }
+}
+#endif
+
 constexpr int64_t INT8_SUM_BYTES = ROW_BLOCK * MAX_CHUNK * PANEL * sizeof(float);
 
 template <typename T>
 void linear_int8(const LinearArgs& a, const Region& region) {
-  const bool few = UNPACKS_IN_REGISTERS<T> && a.m <= FEW_ROWS;
-  const Int8Plan<T> plan(a, region.num_threads, few);
   float* sums = (float*)region.scratch;
   char* rest = region.scratch + INT8_SUM_BYTES;
-  if (few) widen_rows<T>(a, plan.num_blocks * DEPTH_INT8, (float*)rest);
   TileScope scope;
+#if defined(PAGEWIRE_AMX)
+  if constexpr (sizeof(T) == 2)
+    if (a.m <= MAX_ROWS<T>) {
+      const Int8Plan<T> plan(a, region.num_threads, true);
+      for (int64_t task; (task = next_task(region)) < plan.num_tasks;) streamed_int8(a, plan, task, sums, rest, scope);
+      return;
+    }
+#endif
+  const bool few = UNPACKS_IN_REGISTERS<T> && a.m <= FEW_ROWS;
+  const Int8Plan<T> plan(a, region.num_threads, few);
+  if (few) widen_rows<T>(a, plan.num_blocks * DEPTH_INT8, (float*)rest);
   for (int64_t task; (task = next_task(region)) < plan.num_tasks;) {
     if (few) {
       few_rows_int8(a, plan, task, (const float*)rest, sums);

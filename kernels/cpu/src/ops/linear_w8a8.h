@@ -1,9 +1,24 @@
 // The integer kind of linear_int8.h: x int8 [m, whole blocks], its scales [m], sums in 32 bits.
 //
-// With VNNI (w + 128) q for unsigned w + 128, less 128 times the sum of q, which begins the sum; what overflows 32 bits on the
+// On AMX tiles it is the plain product of linear.h over int8. With VNNI (w + 128) q for unsigned w + 128, less 128 times the sum of q, which begins the sum; what overflows 32 bits on the
 // way comes back. Else |w| * (q with w's sign), a pair of which stays below 2^15 for both in -127 ... 127, in 256 bits. The sums
 // are exact, so every set gives the same bits.
 #pragma once
+
+#if defined(PAGEWIRE_AMX)
+template <typename T>
+void linear_w8a8(const LinearArgs& a, const Region& region) {
+  const LinearPlan<int8_t> plan(a, region.num_threads);
+  TileScope scope;
+  for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
+    multiply_task(a, plan, task, (float*)region.scratch, scope,
+                  [&a](int64_t row, int64_t rows, int64_t panel, float* c) { finish_int8<T>(a, row, rows, panel, c); });
+}
+
+template <typename T>
+int64_t linear_w8a8_scratch(const LinearArgs& a) { return linear_scratch<int8_t>(a); }
+
+#else
 
 #if defined(__AVX512VNNI__)
 constexpr int64_t W8A8_ROWS = 12;  // 24 of 32 registers accumulate
@@ -100,3 +115,4 @@ void linear_w8a8(const LinearArgs& a, const Region& region) {
 
 template <typename T>
 int64_t linear_w8a8_scratch(const LinearArgs&) { return W8A8_ROWS * PANEL * (int64_t)sizeof(float); }
+#endif

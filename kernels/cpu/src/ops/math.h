@@ -1,11 +1,8 @@
 // exp2, sigmoid, tanh and the gated activations on vectors, to about 1e-7.
 #pragma once
 
-// 2^x: the nearest whole power times the Taylor polynomial of 2^f, |f| <= 1/2, whose first left-out term is below 1e-8.
-// Exactly 1 at 0 and exactly 0 at -inf, on which attention's masking relies.
-INLINE vec vexp2(vec x) {
-  x = vmax(vset(-200.0f), x);
-  const vec whole = vround(x), f = vsub(x, whole);
+// 2^f for |f| <= 1/2 or hardly more: the Taylor polynomial, whose first left-out term is below 1e-8. Exactly 1 at 0.
+INLINE vec exp2_fraction(vec f) {
   vec p = vset(1.5252734e-5f);
   p = vfma(p, f, vset(1.5403530e-4f));
   p = vfma(p, f, vset(1.3333558e-3f));
@@ -13,8 +10,14 @@ INLINE vec vexp2(vec x) {
   p = vfma(p, f, vset(5.5504109e-2f));
   p = vfma(p, f, vset(2.4022651e-1f));
   p = vfma(p, f, vset(6.9314718e-1f));
-  p = vfma(p, f, vset(1.0f));
-  return vscale2(p, whole);
+  return vfma(p, f, vset(1.0f));
+}
+
+// 2^x: the nearest whole power times what is left. Exactly 0 at -inf, on which attention's masking relies.
+INLINE vec vexp2(vec x) {
+  x = vmax(vset(-200.0f), x);
+  const vec whole = vround(x);
+  return vscale2(exp2_fraction(vsub(x, whole)), whole);
 }
 
 constexpr float LOG2_E = 1.44269504f;
@@ -24,10 +27,11 @@ INLINE vec vexp(vec x) {
   x = vmax(vset(-150.0f), vmin(vset(150.0f), x));
   const vec whole = vround(vmul(x, vset(LOG2_E)));
   const vec f = vfma(x, vset(1.925963033500e-8f), vfma(x, vset(LOG2_E), vsub(vzero(), whole)));
-  return vscale2(vexp2(f), whole);
+  return vscale2(exp2_fraction(f), whole);
 }
 
-INLINE vec vsigmoid(vec x) { return vdiv(vset(1.0f), vadd(vset(1.0f), vexp(vsub(vzero(), x)))); }
+// 1 / (1 + e^-x), 0 where that is too small; 1 + e^-x stays finite for vreciprocal.
+INLINE vec vsigmoid(vec x) { return vreciprocal(vadd(vset(1.0f), vexp(vmin(vset(88.0f), vsub(vzero(), x))))); }
 
 // x times a quotient of polynomials in x² (the coefficients are Eigen's), to 3 units in the last place, near 0 too.
 INLINE vec vtanh(vec x) {
@@ -47,7 +51,7 @@ INLINE vec vtanh(vec x) {
   return vdiv(vmul(x, p), q);
 }
 
-INLINE vec silu(vec x) { return vdiv(x, vadd(vset(1.0f), vexp(vsub(vzero(), x)))); }
+INLINE vec silu(vec x) { return vmul(x, vsigmoid(x)); }
 
 INLINE vec gelu_tanh(vec x) {  // x/2 (1 + tanh u) = x sigmoid(2u)
   const vec cubed = vmul(vmul(x, x), x);

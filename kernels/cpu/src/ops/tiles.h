@@ -13,6 +13,7 @@ template <typename T>
 constexpr int64_t DEPTH = 64 / sizeof(T);
 
 // A [rows, num_blocks * DEPTH]; B: `num_blocks` blocks of BLOCK_BYTES; C float32 [rows, 32], added to if `resume`.
+// `next`: what is read after B, to be prefetched; null: nothing, B is in a cache.
 template <typename T>
 struct Product {
   const T* a;
@@ -21,6 +22,7 @@ struct Product {
   int64_t num_blocks;
   float* c;
   int64_t c_stride;
+  const char* next = nullptr;
 };
 
 #if defined(__AVX512F__)
@@ -126,11 +128,21 @@ INLINE void multiply(int64_t rows, const Product<T>& p, bool resume, TileScope&)
 }
 #endif
 
+// Products of this type are made by AMX tiles.
+template <typename T>
+constexpr bool ON_TILES = MAX_ROWS<T> > VECTOR_ROWS;
+
+// How many rows are computed for so many: whole pairs of tiles, which then needn't be configured anew, if it is more than one.
+template <typename T>
+INLINE int64_t computed_rows(int64_t rows) {
+  return ON_TILES<T> && rows > MAX_ROWS<T> ? round_up(rows, MAX_ROWS<T>) : rows;
+}
+
 // The next block of rows among `left`: all equally long on vectors, whole tiles on AMX.
 template <typename T>
 INLINE int64_t next_rows(int64_t left) {
   if (left <= MAX_ROWS<T>) return left;
-  if (MAX_ROWS<T> > VECTOR_ROWS) return MAX_ROWS<T>;
+  if (ON_TILES<T>) return MAX_ROWS<T>;
   const int64_t num_blocks = (left + MAX_ROWS<T> - 1) / MAX_ROWS<T>;
   return (left + num_blocks - 1) / num_blocks;
 }
