@@ -3,8 +3,9 @@
 #
 # Needs torch, triton and transformers (with what those bring), no network, and nothing of ours installed: this
 # repository is the PYTHONPATH, and what wheels are in bench/gpu/wheels. Where llguidance isn't installed, its wheel
-# must be there (pip download --no-deps -d bench/gpu/wheels llguidance). --dry-run: tiny shapes in Triton's interpreter
-# on the CPU, which runs the same code and measures nothing.
+# must be there (pip download --no-deps -d bench/gpu/wheels llguidance). 1P1D takes all that pagewire needs, and psutil:
+# where some of it is missing, its row says so. --dry-run: tiny shapes in Triton's
+# interpreter on the CPU, which runs the same code and measures nothing.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 dry=()
