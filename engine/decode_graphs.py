@@ -97,9 +97,13 @@ def captures_steps(model: Decoder, *, enforce_eager: bool) -> bool:
     return not enforce_eager and model.config.moe is None
 
 
-def graph_bytes(activations: int, max_rows: int) -> int:
-    """About what `DecodeGraphs` will take of a GPU's memory: they share what the largest step holds at once."""
-    return activations + GRAPH_BYTES * len(buckets(max_rows))
+def graph_bytes(activations: int, max_rows: int, vocab_size: int) -> int:
+    """About what `DecodeGraphs` will take of a GPU's memory: they share what the largest step holds at once.
+
+    But the logits of each stay, float32 [rows, V].
+    """
+    *smaller, _ = sizes = buckets(max_rows)
+    return activations + 4 * vocab_size * sum(smaller) + GRAPH_BYTES * len(sizes)
 
 
 def replayed_eagerly(step: Step) -> Step:

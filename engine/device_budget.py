@@ -40,6 +40,7 @@ def measure_budget(
         kept, max_rows = min(limits.max_model_len, options.max_seq_len_to_capture), min(limits.max_num_seqs, tokens)
         memory = OneBlock(layout, groups, model.kernels.device)
         step = DecodeStep(model, memory, layout.block_size, max_rows=max_rows, max_model_len=kept)
-        graphs = graph_bytes(profile.measure(lambda: step.run(max_rows, kept)).activations, max_rows)
+        activations = profile.measure(lambda: step.run(max_rows, kept)).activations
+        graphs = graph_bytes(activations, max_rows, served.config.vocab_size)
     staging = staging_bytes(layout.block_bytes)
     return pool_budget(use, options.gpu_memory_utilization, staging, tokens, graphs)

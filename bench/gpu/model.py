@@ -2,8 +2,7 @@
 
 A decode step fills the buffers, runs eager or as a CUDA graph, and copies the tokens to the host. "Waited for": the
 next step begins when they are there. "Queued ahead": it goes on from them on the device and is queued before, which is
-what asynchronous scheduling does. The floor is the bytes of weights and KV. What can't run here is listed as not
-available.
+what asynchronous scheduling does. The floor is the bytes of weights and KV.
 """
 
 import json
@@ -102,7 +101,6 @@ def rows(device: torch.device) -> Iterator[Result]:
             yield _row(is_dry, name, f"{batch} x {context}", seconds, num_bytes / BYTES_PER_MS, batch)
     differ = sum(tokens != drawn[0] for tokens in drawn)
     yield Result("model", "decode: runs with other tokens", "", str(differ), "<= 0", "", "WRONG" if differ else "ok")
-    yield Result("model", "1P1D, two processes on one device", "", "not available", "see docs/gpu.md", "", "")
 
 
 def make_config(shape: dict[str, Any]) -> ModelConfig:

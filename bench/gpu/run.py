@@ -1,4 +1,4 @@
-"""One part of `run.sh`: checks, timings or model, or the table of what they left. See there."""
+"""One part of `run.sh`: checks, timings, model or pair, or the table of what they left. See there."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("checks", "timings", "model", "table"), required=True)
+    parser.add_argument("--part", choices=("checks", "timings", "model", "pair", "table"), required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
@@ -34,8 +34,10 @@ def main() -> int:
         from bench.gpu.checks import rows
     elif options.part == "timings":
         from bench.gpu.timings import rows
-    else:
+    elif options.part == "model":
         from bench.gpu.model import rows
+    else:
+        from bench.gpu.pair import rows
     return 0 if results.write(options.out / f"{options.part}.csv", rows(device)) else 1
 
 

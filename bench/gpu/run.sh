@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Everything to measure on a day with a GPU, in at most 6 minutes: bench/gpu/run.sh [--dry-run] OUT_DIR
+# Everything to measure on a day with a GPU, in at most 8 minutes: bench/gpu/run.sh [--dry-run] OUT_DIR
 #
 # Needs torch, triton and transformers (with what those bring), no network, and nothing of ours installed: this
 # repository is the PYTHONPATH, and what wheels are in bench/gpu/wheels. Where llguidance isn't installed, its wheel
-# must be there (pip download --no-deps -d bench/gpu/wheels llguidance). --dry-run: tiny shapes in Triton's interpreter
-# on the CPU, which runs the same code and measures nothing.
+# must be there (pip download --no-deps -d bench/gpu/wheels llguidance). 1P1D takes all that pagewire needs, and psutil:
+# where some of it is missing, its row says so. --dry-run: tiny shapes in Triton's
+# interpreter on the CPU, which runs the same code and measures nothing.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 dry=()
@@ -18,10 +19,10 @@ for wheel in "$root"/bench/gpu/wheels/*.whl; do
 done
 export PYTHONPATH=$root:$out/wheels
 cd "$out"
-rm -f -- checks.csv timings.csv model.csv table.txt failed.txt
+rm -f -- checks.csv timings.csv model.csv pair.csv table.txt failed.txt
 status=0
 # Each part is a process with a limit of its own: what one breaks, the others do not miss.
-for part in checks:90 timings:150 model:90; do
+for part in checks:90 timings:150 model:90 pair:120; do
   # A dry run has no device to give back, and other load may be there.
   [ ${#dry[@]} -eq 0 ] || part=${part%:*}:900
   timeout "${part#*:}" "$python" "$root/bench/gpu/run.py" "${dry[@]}" --part "${part%:*}" --out "$out" || {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.decode_graphs import DecodeGraphs, buckets
+from engine.decode_graphs import GRAPH_BYTES, DecodeGraphs, buckets, graph_bytes
 from engine.decode_step import DecodeRow, DecodeStep
 from engine.device_runner import DeviceRunner, StepQueued
 from engine.engine import Engine
@@ -142,6 +142,10 @@ def test_buckets() -> None:
     assert buckets(1) == [1]
     assert buckets(6) == [1, 2, 4, 6]
     assert buckets(64) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_the_room_left_for_graphs_has_the_logits_of_each() -> None:
+    assert graph_bytes(1000, 6, V) == 1000 + 4 * V * (1 + 2 + 4) + 4 * GRAPH_BYTES
 
 
 def sequence(prompt: list[int], table: list[int], params: SamplingParams, computed: int) -> Sequence:
