@@ -70,14 +70,16 @@ bench-llama: $(VENV)/.dev $(VENV)/.native $(PEERS)/llama/.ready  ## pagewire's e
 	@rm -f bench/llama.csv
 	$(BIN)/python -m bench.peers.compare_llama --peer $(PEERS)/llama --work $(PEERS) --csv bench/llama.csv
 
-# nixl for its served peer. Its progress thread would spin a core.
+# nixl for its served peer. Its progress thread would spin a core: another release may say it in other words.
 $(PEERS)/vllm/.nixl: $(PEERS)/vllm/.ready
 	$(PEERS)/vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	sed -i 's/agent_config.pthrDelay = 0$$/agent_config.pthrDelay = 5000/' $(PEERS)/vllm/lib/python3*/site-packages/nixl_cu12/_api.py
+	grep -q 'agent_config.pthrDelay = 5000$$' $(PEERS)/vllm/lib/python3*/site-packages/nixl_cu12/_api.py
 	@touch $@
 
 # Every step leaves a mark, so that a run that was cut short goes on; `make bench-again` forgets them.
 DONE := $(PEERS)/done
+.NOTPARALLEL: bench
 bench: $(addprefix $(DONE)/, engine llama shared interference peer peer-interference growth relay startup)  ## all of pagewire's goals on the CPU beside its peers, about an hour
 	$(BIN)/python -m bench.served --report --plot bench/served.png
 
@@ -85,10 +87,12 @@ bench-again:  ## the next `make bench` measures everything
 	rm -rf $(DONE)
 
 $(DONE)/engine: | $(DONE)
-	$(MAKE) bench-quick && touch $@
+	$(MAKE) bench-quick
+	@touch $@
 
 $(DONE)/llama: | $(DONE)
-	$(MAKE) bench-llama && touch $@
+	$(MAKE) bench-llama
+	@touch $@
 
 $(DONE)/peer $(DONE)/peer-interference: $(PEERS)/vllm/.nixl
 $(DONE)/shared $(DONE)/interference $(DONE)/peer $(DONE)/peer-interference: | $(DONE)

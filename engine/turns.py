@@ -14,6 +14,7 @@ from pathlib import Path
 VARIABLE = "PAGEWIRE_CPU_TURNS"
 """Names the directory of the locks; `pagewire up` sets it where each of its workers uses all cores."""
 MOST_SECONDS = 2.0
+REST_SECONDS = 30.0
 _POLL_SECONDS = 0.0003
 
 
@@ -24,23 +25,26 @@ class Turns:
         B   door.........└turn ──────┘door…
 
     A turn is a courtesy: the other may be frozen. Who has waited `MOST_SECONDS` goes on without, and waits no more
-    before it has had one. A lock ends with the process that has it.
+    before it has had one or `REST_SECONDS` are over: a busy other never leaves the turn free by itself. A lock ends
+    with the process that has it.
     """
 
     def __init__(self, directory: Path) -> None:
         self._files = [os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o600) for name in ("door", "turn")]
-        self._waits = True
+        self._waits_from = 0.0
 
     @contextmanager
     def one(self) -> Iterator[None]:
         """Waits for its turn, and gives it up at the end."""
         door, turn = self._files
-        deadline = time.monotonic() + (MOST_SECONDS if self._waits else 0.0)
-        self._waits = False
+        now = time.monotonic()
+        deadline = now
+        if now >= self._waits_from:
+            deadline, self._waits_from = now + MOST_SECONDS, now + MOST_SECONDS + REST_SECONDS
         with ExitStack() as stack:
             if _lock(door, deadline):
                 if _lock(turn, deadline):
-                    self._waits = True
+                    self._waits_from = 0.0
                     stack.callback(fcntl.flock, turn, fcntl.LOCK_UN)
                 fcntl.flock(door, fcntl.LOCK_UN)
             yield
@@ -51,9 +55,12 @@ class Turns:
 
 
 def turns_of_environment() -> Turns | None:
-    """Those that `VARIABLE` names, if it does."""
+    """Those that `VARIABLE` names, if it does. Raises ValueError."""
     directory = os.environ.get(VARIABLE)
-    return Turns(Path(directory)) if directory else None
+    try:
+        return Turns(Path(directory)) if directory else None
+    except OSError as error:
+        raise ValueError(f"{VARIABLE} = {directory!r}: {error.strerror}") from None
 
 
 def _lock(file: int, deadline: float) -> bool:

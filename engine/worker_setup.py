@@ -9,6 +9,8 @@ from pathlib import Path
 
 from engine.engine import Engine
 from engine.host import describe
+from engine.transfer.negotiate import wanted_planes
+from engine.transfer.plane import Plane
 from kvstore.events import Tier
 from kvstore.redis_connection import RedisTarget, RedisUrlError
 from kvstore.redis_publisher import Publisher
@@ -26,6 +28,8 @@ _LOG_EVERY_SECONDS = 2.0
 def check_before_loading(config: WorkerConfig) -> None:
     """What can be said to be wrong before a model is loaded. Raises BindError (an OSError) or RedisUrlError."""
     check_bindable(config.host, config.port)
+    if Plane.TCP in wanted_planes(config.kv_transfer):
+        check_bindable(config.host, config.kv_transfer_port)
     index, store = (
         None if url is None else RedisTarget.parse(url) for url in (config.redis_url, config.engine.kv_store_url)
     )

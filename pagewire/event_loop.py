@@ -30,7 +30,7 @@ class _Loop(asyncio.SelectorEventLoop):
 def _after_spare_bytes(wakeups: socket.socket, callback: Callable[[], Any]) -> None:
     """Leaves the one byte that `callback` waits for. A byte is written after its event is queued, so none is missed."""
     num_spare = len(wakeups.recv(_MOST_BYTES, socket.MSG_PEEK)) - 1
-    if num_spare:
+    if num_spare > 0:  # -1 at the end of the stream
         wakeups.recv(num_spare)
     callback()
 

@@ -140,6 +140,8 @@ class WorkerConfig(ProcessConfig):
                 f"kv_max_hold_seconds = {self.kv_max_hold_seconds:g} must be at least "
                 f"kv_lease_seconds = {self.kv_lease_seconds:g}"
             )
+        if self.kv_transfer_port and self.kv_transfer_port == self.port:
+            raise ValueError(f"kv_transfer_port = {self.kv_transfer_port} must be another one than port")
         if self.engine.has_device_pool and self.kv_transfer in ("nixl", "shm_vm", "shm_map"):
             raise ValueError(
                 f"kv_transfer = {self.kv_transfer}: peers can't read a pool in device memory "

@@ -12,12 +12,21 @@ from collections.abc import Iterator, Sequence
 
 from engine.transfer.block_io import BlockIo
 from engine.transfer.plane import KvPool, PlaneUnavailable
-from engine.transfer.tcp_wire import SECRET_BYTES, STALL_SECONDS, TcpSettings, accept_peer, hang_up, receive_request
+from engine.transfer.tcp_wire import (
+    SECRET_BYTES,
+    STALL_SECONDS,
+    TcpSettings,
+    accept_peer,
+    hang_up,
+    over_tls,
+    receive_request,
+)
 from pagewire.ports import check_bindable
 
 logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 256
+_MAX_STRANGERS = 64  # of those that have not proven yet that they know the secret
 _SEND_BYTES = 1 << 20  # as much has to go out in STALL_SECONDS
 _NO_FD_SECONDS = 1.0
 
@@ -33,6 +42,7 @@ class TcpServer:
         self._staging = staging
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, socket.socket] = {}
+        self._strangers: dict[threading.Thread, socket.socket] = {}  # of those, the oldest first
         self._closed = threading.Event()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
@@ -85,30 +95,48 @@ class TcpServer:
                 if not self._closed.wait(_NO_FD_SECONDS):
                     logger.warning("kv transfer: plane TCP accepts nobody: %s", error)
                 continue
-            with self._lock:
-                if len(self._connections) >= _MAX_CONNECTIONS:
-                    connection.close()
-                    continue
-                arguments = connection, peer[0]
-                thread = threading.Thread(target=self._serve, args=arguments, name="kv-tcp-serve", daemon=True)
-                self._connections[thread] = connection
+            try:
+                connection = over_tls(connection, self._settings.server_tls)
+            except OSError:  # it has hung up already
+                connection.close()
+                continue
+            self._start_serving(connection, peer[0])
+
+    def _start_serving(self, connection: socket.socket, peer: str) -> None:
+        """Of strangers the newest are served: whoever proves himself is through before 64 others come."""
+        thread = threading.Thread(target=self._serve, args=(connection, peer), name="kv-tcp-serve", daemon=True)
+        with self._lock:
+            if len(self._strangers) >= _MAX_STRANGERS:
+                hang_up(self._strangers.pop(next(iter(self._strangers))))
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                connection.close()
+                return
+            self._connections[thread] = self._strangers[thread] = connection
+        try:
             thread.start()
+        except RuntimeError as error:
+            logger.warning("kv transfer: plane TCP cannot serve %s: %s", peer, error)
+            self._end(thread, connection)
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
         me = threading.current_thread()
         try:
-            connection = accept_peer(connection, self.secret, self._settings.server_tls)
+            accept_peer(connection, self.secret)
             with self._lock:
-                self._connections[me] = connection  # the one that speaks TLS
+                self._strangers.pop(me, None)
             while not self._closed.is_set() and (wanted := receive_request(connection)) is not None:
                 self._answer(connection, *wanted)
         except (OSError, PlaneUnavailable) as error:
             if not self._closed.is_set():
                 logger.info("kv transfer: a connection to plane TCP from %s ended: %s", peer, error)
         finally:
-            connection.close()
-            with self._lock:
-                del self._connections[me]
+            self._end(me, connection)
+
+    def _end(self, thread: threading.Thread, connection: socket.socket) -> None:
+        connection.close()
+        with self._lock:
+            self._strangers.pop(thread, None)
+            del self._connections[thread]
 
     def _answer(self, connection: socket.socket, slots: list[int], generations: list[int]) -> None:
         if max(slots) >= len(self._pool.generations):

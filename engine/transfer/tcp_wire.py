@@ -46,22 +46,24 @@ class TcpSettings:
     client_tls: Callable[[], ssl.SSLContext] | None = None
 
 
-def accept_peer(connection: socket.socket, secret: bytes, tls: ssl.SSLContext | None) -> socket.socket:
-    """The sender's side of the greeting: the socket to use from now on. Raises OSError or PlaneUnavailable."""
+def over_tls(connection: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:
+    """An accepted connection, as it is from now on; it does not wait for the other side. Raises OSError."""
+    if tls is None:
+        return connection
+    return tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+
+def accept_peer(connection: socket.socket, secret: bytes) -> None:
+    """The sender's side of the greeting. Raises OSError or PlaneUnavailable."""
     _prepare(connection)
-    if tls is not None:
-        connection = tls.wrap_socket(connection, server_side=True)
-    try:
-        nonce = secrets.token_bytes(_PROOF_BYTES)
-        connection.sendall(nonce)
-        answer = receive(connection, 2 * _PROOF_BYTES, HELLO_SECONDS)
-        if not hmac.compare_digest(answer[:_PROOF_BYTES], _proof(secret, b"receiver", nonce)):
-            raise PlaneUnavailable("it does not know the secret of the handshake")
-        connection.sendall(_proof(secret, b"sender", answer[_PROOF_BYTES:]))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    if isinstance(connection, ssl.SSLSocket):
+        connection.do_handshake()
+    nonce = secrets.token_bytes(_PROOF_BYTES)
+    connection.sendall(nonce)
+    answer = receive(connection, 2 * _PROOF_BYTES, HELLO_SECONDS)
+    if not hmac.compare_digest(answer[:_PROOF_BYTES], _proof(secret, b"receiver", nonce)):
+        raise PlaneUnavailable("it does not know the secret of the handshake")
+    connection.sendall(_proof(secret, b"sender", answer[_PROOF_BYTES:]))
 
 
 def dial(host: str, port: int, secret: bytes, tls: Callable[[], ssl.SSLContext] | None) -> socket.socket:

@@ -39,7 +39,8 @@ class Plan:
         """Each worker's kernels use every core, so that two steps at once would be in each other's way."""
         num_cores = len(os.sched_getaffinity(0))
         threads = [worker.engine.cpu_threads or num_cores for worker in self.workers.values()]
-        return len(threads) > 1 and min(threads) >= num_cores > 1
+        on_cpu = all(worker.engine.device == "cpu" for worker in self.workers.values())
+        return on_cpu and len(threads) > 1 and min(threads) >= num_cores > 1
 
 
 def make_plan(flags: dict[str, Any], file: Path | None, num_prefill: int, num_decode: int) -> Plan:

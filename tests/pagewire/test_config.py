@@ -89,6 +89,7 @@ def test_lists_and_switches_from_text() -> None:
         ),
         ({**MODEL, "drain_timeout": "nan"}, {}, "drain_timeout = 'nan' (--drain-timeout): "),
         ({**MODEL, "tls_cert": "x"}, {}, "tls_cert and tls_key must be given together"),
+        ({**MODEL, "port": "7", "kv_transfer_port": "7"}, {}, "kv_transfer_port = 7 must be another one than port"),
         ({**MODEL, "kv_max_hold_seconds": "3"}, {}, "kv_max_hold_seconds = 3 must be at least kv_lease_seconds = 30"),
         ({**MODEL, "worker_id": "a b"}, {}, "worker_id = 'a b' (--worker-id): "),
         ({**MODEL, "policy": "load"}, {}, "unknown option 'policy' for decode"),

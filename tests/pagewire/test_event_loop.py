@@ -44,6 +44,17 @@ def test_events_that_wait_together_cost_one_turn() -> None:
     assert event_loop.run(main()) == [1, 5, 32]
 
 
+def test_the_end_of_the_stream_reaches_the_reader() -> None:
+    async def main() -> list[int]:
+        queue = PollerCompletionQueue()
+        queue.writer.close()
+        event_loop._after_spare_bytes(queue.reader, queue.handle_events)
+        queue.reader.close()
+        return queue.taken
+
+    assert event_loop.run(main()) == [0]
+
+
 def test_other_readers_are_left_alone() -> None:
     async def main() -> bytes:
         reader, writer = socket.socketpair()

@@ -52,6 +52,7 @@ def test_workers_take_turns_where_each_uses_every_core(flags: dict[str, Any], mo
     assert not make_plan({**flags, "cpu_threads": "3"}, None, 1, 1).take_turns
     assert make_plan({**flags, "cpu_threads": "4"}, None, 1, 1).take_turns
     assert not make_plan({**flags, "cpu_threads": "4"}, None, 0, 1).take_turns
+    assert not make_plan({**flags, "cpu_threads": "4", "device": "cuda"}, None, 1, 1).take_turns
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     assert not make_plan(flags, None, 1, 1).take_turns
 

@@ -2,13 +2,14 @@
 
 import hashlib
 import random
+import shutil
 import socket
 import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -360,6 +361,41 @@ def test_connections_are_bounded(monkeypatch):
         both.read(both.open(), [3])
 
 
+@pytest.mark.parametrize("speaks_tls", [False, True])
+def test_strangers_hold_no_place_against_who_knows_the_secret(
+    speaks_tls: bool, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They dial and say nothing, more of them than there are places."""
+    monkeypatch.setattr(engine.transfer.tcp_server, "_MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(engine.transfer.tcp_server, "_MAX_STRANGERS", 4)
+    monkeypatch.setattr(engine.transfer.tcp_wire, "HELLO_SECONDS", 30.0)
+    mine = files(certificates)
+    settings = TcpSettings(server_tls=mine.watch_context("KV transfers") if speaks_tls else None)
+    tls = mine.client_context if speaks_tls else None
+    with pair(settings) as both:
+        known, strangers = both.open(tls), []
+        for _ in range(20):
+            strangers.append(socket.create_connection(("127.0.0.1", both.server.port)))
+            until(lambda: both.server.num_connections <= 5)
+        both.read(both.open(tls), [3])
+        both.read(known, [4])
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_thread_that_cannot_be_started_costs_its_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pair() as both:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            with pytest.raises(PlaneUnavailable):
+                both.open()
+        until(lambda: not both.server.num_connections)
+        both.read(both.open(), [3])
+
+
 def test_a_port_of_ones_own_choice():
     port = free_port()
     with pair(TcpSettings(port=port)) as both:
@@ -411,6 +447,32 @@ def test_mutual_tls(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None
             both.read(receiver, [3, 9], landing)
         sender.go_on.set()
         both.read(receiver, [3])
+
+
+def test_renewed_certificates_are_for_who_dials_from_now_on(certificates: Path, tmp_path: Path) -> None:
+    """Even of another authority; peers are dialled by address, so no name (SNI) is told."""
+    mine = TlsFiles(*(tmp_path / name for name in ("tls.pem", "tls.key", "ca.pem")))
+
+    def install(name: str) -> None:
+        for kind in ("pem", "key"):
+            shutil.copy(certificates / f"worker-{name}.{kind}", tmp_path / f"tls.{kind}")
+        shutil.copy(certificates / f"{name}.pem", tmp_path / "ca.pem")
+
+    install("ca")
+    with pair(TcpSettings(server_tls=mine.watch_context("KV transfers"))) as both:
+        before = both.open(mine.client_context)
+        install("other")
+
+        def can_dial() -> bool:
+            with suppress(PlaneUnavailable):
+                both.read(both.open(mine.client_context), [3])
+                return True
+            return False
+
+        until(can_dial)
+        with pytest.raises(PlaneUnavailable):
+            both.open(files(certificates).client_context)
+        both.read(before, [4])
 
 
 def test_who_speaks_tls_sends_nothing_in_plaintext(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
