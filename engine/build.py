@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 from engine.admission import SchedulerConfig
 from engine.decode_pipeline import StartingRunner
 from engine.device_memory import DeviceProfile, open_device_memory
+from engine.device_turn import device_turn
 from engine.draft.drafter import Drafter
 from engine.draft_costs import DraftCosts
 from engine.kv_cache import KvCache
@@ -79,14 +81,18 @@ def build_parts(options: EngineOptions, progress: Progress | None = None) -> Eng
     """Loads the model and sizes everything. Raises EngineError (ModelError for a model that cannot be served)."""
     ranks = start_ranks(options)
     try:
-        return _build_parts(options, progress, ranks)
+        with ExitStack() as turn:
+            return _build_parts(options, progress, ranks, turn)
     except BaseException:
         if ranks is not None:
             ranks.close()
         raise
 
 
-def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks | None) -> EngineParts:
+def _build_parts(
+    options: EngineOptions, progress: Progress | None, ranks: Ranks | None, turn: ExitStack
+) -> EngineParts:
+    """`turn` ends when everything has its memory."""
     # Here, not above: an engine on a fake runner needs none of it.
     from engine.draft.build import load_draft
     from engine.kernel_set import load_kernel_set
@@ -99,7 +105,10 @@ def _build_parts(options: EngineOptions, progress: Progress | None, ranks: Ranks
     threads = set_cpu_threads(share_of_threads(options, num_here))
     kernels = load_kernel_set(options.kernels, threads, quantization, options.device)
     device_memory = open_device_memory(kernels.device)
-    profile = None if device_memory is None else DeviceProfile(device_memory)
+    profile = None
+    if device_memory is not None:
+        turn.enter_context(device_turn(device_memory.uuid()))
+        profile = DeviceProfile(device_memory)
     served = load_served_model(options, kernels, progress)
     config, slots = served.config, served.slots
     kv_format = KV_FORMATS[options.kv_cache_dtype]

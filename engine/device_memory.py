@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 class DeviceMemory(Protocol):
     """Bytes of one device and of this process's tensors on it."""
 
+    def uuid(self) -> str: ...
     def total(self) -> int: ...
     def free(self) -> int:
         """Whoever takes the rest."""
@@ -51,6 +52,9 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def uuid(self) -> str:
+        return str(torch.cuda.get_device_properties(self._device).uuid)
 
     def total(self) -> int:
         return torch.cuda.mem_get_info(self._device)[1]
@@ -92,7 +96,7 @@ class DeviceUse:
 
 
 class DeviceProfile:
-    """Made before the model is loaded."""
+    """Made before the model is loaded; nobody else may start on the device from then on (`engine.device_turn`)."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +41,15 @@ class _Lane:
         self.flat = self.blocks.view(num_rows, -1).view(torch.uint8)
         self.pinned = torch.empty(num_rows, block_bytes, dtype=torch.uint8, pin_memory=pool.device.type == "cuda")
         self.rows: Bytes = self.pinned.numpy()
+        self._host_ids = torch.empty(num_rows, dtype=torch.int64, pin_memory=pool.device.type == "cuda")
+        self._ids = torch.empty(num_rows, dtype=torch.int64, device=pool.device)
+
+    def ids(self, block_ids: Sequence[int]) -> Tensor:
+        """int64 [n] on the device, behind what is queued: out of pageable memory the thread would spin until then."""
+        num_rows = len(block_ids)
+        self._host_ids.numpy()[:num_rows] = block_ids
+        _copy(self._host_ids[:num_rows], self._ids[:num_rows])
+        return self._ids[:num_rows]
 
 
 class Staging:
@@ -106,16 +114,13 @@ class Staging:
 
     def _copy_out(self, lane: _Lane, block_ids: Sequence[int]) -> None:
         num_rows = len(block_ids)
-        gather_blocks(self._pool, self._ids(block_ids), lane.blocks)
+        gather_blocks(self._pool, lane.ids(block_ids), lane.blocks)
         _copy(lane.flat[:num_rows], lane.pinned[:num_rows])
 
     def _copy_in(self, lane: _Lane, block_ids: Sequence[int]) -> None:
         num_rows = len(block_ids)
         _copy(lane.pinned[:num_rows], lane.flat[:num_rows])
-        scatter_blocks(lane.blocks[:num_rows], self._pool, self._ids(block_ids))
-
-    def _ids(self, block_ids: Sequence[int]) -> Tensor:
-        return torch.from_numpy(np.asarray(block_ids, dtype=np.int64)).to(self._pool.device)
+        scatter_blocks(lane.blocks[:num_rows], self._pool, lane.ids(block_ids))
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

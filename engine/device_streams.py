@@ -17,7 +17,10 @@ class CopyStreams(Protocol):
     """`num_streams` streams of one device, for as many threads at a time."""
 
     def mark(self) -> None:
-        """On the device thread, after a step's kernels were launched; never waits."""
+        """On the device thread, after a step's kernels were launched. Waits for the step before that one.
+
+        Else the steps of a long prompt, which draw nothing, would all be queued, with every copy and request behind.
+        """
         ...
 
     def run(self, number: int, launch: Callable[[], None]) -> None:
@@ -34,12 +37,12 @@ class CudaStreams:
         self._last = self._record()  # the pool is being filled with zeros
 
     def mark(self) -> None:
-        self._last = self._record()
+        before, self._last = self._last, self._record()
+        before.synchronize()
 
     def run(self, number: int, launch: Callable[[], None]) -> None:
         stream = self._streams[number]
-        # Blocking: the thread sleeps meanwhile, it doesn't spin.
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done = _event()
         with torch.cuda.stream(stream):
             stream.wait_event(self._last)
             launch()
@@ -47,9 +50,14 @@ class CudaStreams:
         done.synchronize()
 
     def _record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = _event()
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def _event() -> torch.cuda.Event:
+    """Blocking: the thread that waits for it sleeps meanwhile, it doesn't spin."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 class HostStreams:

@@ -3,8 +3,8 @@
     prefill   max_num_batched_tokens new tokens in as few sequences as have room for them
     decode    max_num_seqs sequences of full length, with their drafts: attention's partial sums grow with the context
 
-Each ends with logits and draws for max_num_seqs rows, penalties, filters and log-probabilities included. What is
-computed is of no interest: the block is zeros, or what the others have written there.
+Each ends with logits and draws for max_num_seqs sequences and their drafts, penalties, filters and log-probabilities
+included. What is computed is of no interest: the block is zeros, or what the others have written there.
 """
 
 from dataclasses import dataclass, replace
@@ -33,6 +33,11 @@ class StepLimits:
     max_model_len: int
     num_drafts: int = 0
 
+    @property
+    def max_num_rows(self) -> int:
+        """Of logits in a step."""
+        return self.max_num_seqs * (1 + self.num_drafts)
+
 
 class OneBlock:
     """`KvLayers` of a pool of one block."""
@@ -55,7 +60,7 @@ def run_largest_steps(
         tables = [[0] * count for count in num_blocks]
         paged = PagedBatch.build(query_lens, kv_lens, tables, layout.block_size)
         paged = replace(paged, others=(paged,) * (len(groups) - 1))
-        _run(model, sampler, memory, paged, query_lens, limits.max_num_seqs, fp8=layout.kv_format is not None)
+        _run(model, sampler, memory, paged, query_lens, limits.max_num_rows, fp8=layout.kv_format is not None)
 
 
 def _shapes(limits: StepLimits) -> list[tuple[list[int], list[int]]]:
@@ -73,7 +78,7 @@ def _run(
     memory: KvLayers,
     paged: PagedBatch,
     query_lens: list[int],
-    max_num_seqs: int,
+    max_num_rows: int,
     *,
     fp8: bool,
 ) -> None:
@@ -84,7 +89,7 @@ def _run(
     positions = [start + i for start, length in zip(starts, query_lens, strict=True) for i in range(length)]
     batch = place(paged, group_size=config.group_size, head_dim=config.head_dim, device=device, fp8=fp8)
     hidden = model.forward(ids, torch.tensor(positions).to(device), batch, memory)
-    num_rows = min(num_tokens, max_num_seqs)
+    num_rows = min(num_tokens, max_num_rows)
     logits = model.logits(hidden[:num_rows].contiguous())
     rows = [SampleRow(row, _PARAMS, row, 0, 1, (0,), (1,)) for row in range(num_rows)]
     sampler.sample(logits, rows)

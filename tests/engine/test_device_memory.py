@@ -21,6 +21,9 @@ class FakeDevice:
         self.most = max(self.most, self.tensors)
         self.cached = max(self.cached, self.tensors)
 
+    def uuid(self) -> str:
+        return "GPU-1"
+
     def total(self) -> int:
         return 80 * GIB
 

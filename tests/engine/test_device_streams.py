@@ -69,6 +69,7 @@ def test_a_copy_waits_for_the_last_step_and_its_thread_for_the_copy(cuda: FakeCu
     assert cuda.log == [
         ("compute", "record event 1"),  # zeros of the pool
         ("compute", "record event 2"),
+        ("thread", "sleep until event 1"),
         ("copy 2", "wait for event 2"),
         ("copy 2", "launch"),
         ("copy 2", "record event 3"),
@@ -76,9 +77,15 @@ def test_a_copy_waits_for_the_last_step_and_its_thread_for_the_copy(cuda: FakeCu
     ]
 
 
-def test_the_device_thread_never_waits(cuda: FakeCuda) -> None:
+def test_the_device_thread_is_one_step_ahead(cuda: FakeCuda) -> None:
     streams = CudaStreams(torch.device("cuda"), 1)
+    streams.mark()
     cuda.log.clear()
-    for _ in range(3):
+    for _ in range(2):
         streams.mark()
-    assert {what.split()[0] for _, what in cuda.log} == {"record"}
+    assert cuda.log == [
+        ("compute", "record event 3"),
+        ("thread", "sleep until event 2"),
+        ("compute", "record event 4"),
+        ("thread", "sleep until event 3"),
+    ]

@@ -1,6 +1,7 @@
 """Lanes: bytes out of the pool and into it, one step behind what was launched, bounded, none lost."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -96,6 +97,21 @@ def test_a_copy_that_fails_gives_its_lane_back(memory: KvMemory, monkeypatch: py
     monkeypatch.setattr(HostStreams, "run", fail)
     with pytest.raises(RuntimeError, match="the device is gone"), memory.io.reading([1]):
         pass
+    memory.close()
+
+
+@pytest.mark.parametrize("way", ["reading", "writing"])
+def test_nothing_comes_out_of_pageable_memory(memory: KvMemory, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """A thread that copies out of it spins until the stream has got there: for a whole step."""
+
+    def run(self: HostStreams, number: int, launch: Callable[[], None]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "to", None)
+            launch()
+
+    monkeypatch.setattr(HostStreams, "run", run)
+    with getattr(memory.io, way)([1, 3]) as rows:
+        assert len(rows) == 2
     memory.close()
 
 

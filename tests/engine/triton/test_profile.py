@@ -1,12 +1,16 @@
 """The profiling run on the real model, in the interpreter, with a device whose figures are made up."""
 
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine import build, decode_graphs, device_staging
+from engine.cache_dir import default_cache_dir
+from engine.device_sampler import DeviceSampler
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.largest_steps import StepLimits, _shapes
@@ -18,6 +22,15 @@ from tests.tiny_models import VOCAB_SIZE
 MIB = 1 << 20
 
 
+def is_free_to_start(uuid: str) -> bool:
+    with (default_cache_dir() / "gpus" / f"{uuid}.lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 class Profiled(FakeDevice):
     """80 MiB. `sampled` sees the rows that were drawn."""
 
@@ -25,6 +38,7 @@ class Profiled(FakeDevice):
         return 80 * MIB
 
     def free(self) -> int:
+        assert not is_free_to_start(self.uuid())
         return 80 * MIB - self.cached - self.other - self.others
 
 
@@ -67,6 +81,7 @@ def test_the_pool_gets_what_the_largest_steps_leave(
     assert steps == [(12, 12), (3, 24)]
     assert drawn == [(3, VOCAB_SIZE)] * 2
     size = engine.memory.io.block_bytes
+    assert is_free_to_start(device.uuid())
     assert engine.num_blocks == (40 * MIB - 5 * MIB - 8 * size) // size
     engine.close()
     monkeypatch.setattr(decode_graphs, "GRAPH_BYTES", MIB)
@@ -83,6 +98,21 @@ def test_no_room_and_an_own_size(tiny_model: Callable[..., Path], device: Profil
         build.build_parts(options(path, gpu_memory_utilization=0.25))
     parts = build.build_parts(options(path, gpu_memory_utilization=0.25, kv_cache_memory_bytes=1 << 16))
     assert parts.memory.num_blocks == (1 << 16) // parts.memory.io.block_bytes
+    parts.memory.close()
+
+
+def test_drafts_have_logits(tiny_model: Callable[..., Path], device: Profiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    sample = DeviceSampler.sample
+
+    def counted(self: DeviceSampler, logits: torch.Tensor, rows: list[Any]) -> list[Any]:
+        drawn.append((len(logits), len(rows)))
+        return sample(self, logits, rows)
+
+    monkeypatch.setattr(DeviceSampler, "sample", counted)
+    drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
+    parts = build.build_parts(options(tiny_model("llama"), speculative_config=drafts))
+    assert drawn == [(9, 9)] * 2
     parts.memory.close()
 
 
