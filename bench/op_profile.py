@@ -28,7 +28,7 @@ from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
 
 PREFILL = 1024
-SHAPES = {"linear": slice(10, 12), "linear_int8": slice(11, 13), "linear_grouped": slice(14, 16)}  # n_out and k
+SHAPES = {"linear": slice(10, 12), "linear_int8": slice(11, 13), "linear_grouped": slice(15, 17)}  # n_out and k
 
 
 class TimedModule:

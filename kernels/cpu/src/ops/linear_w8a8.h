@@ -1,8 +1,8 @@
 // The integer kind of linear_int8.h: x int8 [m, whole blocks], its scales [m], sums in 32 bits.
 //
-// On AMX tiles it is the plain product of linear.h over int8. With VNNI (w + 128) q for unsigned w + 128, less 128 times the sum of q, which begins the sum; what overflows 32 bits on the
-// way comes back. Else |w| * (q with w's sign), a pair of which stays below 2^15 for both in -127 ... 127, in 256 bits. The sums
-// are exact, so every set gives the same bits.
+// On AMX tiles it is the plain product of linear.h over int8. With VNNI (w + 128) q for unsigned w + 128, less 128 times the
+// sum of q, which begins the sum; what overflows 32 bits on the way comes back. Else |w| * (q with w's sign), a pair of which
+// stays below 2^15 for both in -127 ... 127, in 256 bits. The sums are exact, so every set gives the same bits.
 #pragma once
 
 #if defined(PAGEWIRE_AMX)
