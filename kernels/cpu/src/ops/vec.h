@@ -27,11 +27,16 @@ INLINE vec vfnma(vec a, vec b, vec c) { return _mm512_fnmadd_ps(a, b, c); }
 INLINE vec vmax(vec a, vec b) { return _mm512_max_ps(a, b); }  // b if either is NaN
 INLINE vec vmin(vec a, vec b) { return _mm512_min_ps(a, b); }
 INLINE vec vround(vec x) { return _mm512_roundscale_ps(x, 0); }
-// 1 / x of a finite x >= 1, to a unit in the last place: one step of Newton's from 14 bits, a third of a division's time.
+// 1 / x of a finite x >= 1. With AMX to a unit in the last place: one step of Newton's from 14 bits, a third of a division's
+// time. Those bits are one maker's: other sets run on processors of several, whose KV must be the same.
+#if defined(PAGEWIRE_AMX)
 INLINE vec vreciprocal(vec x) {
   const vec r = _mm512_rcp14_ps(x);
   return vfma(r, vfnma(x, r, vset(1.0f)), r);
 }
+#else
+INLINE vec vreciprocal(vec x) { return vdiv(vset(1.0f), x); }
+#endif
 INLINE vec vscale2(vec x, vec e) { return _mm512_scalef_ps(x, e); }  // x * 2^e
 INLINE float vsum(vec v) { return _mm512_reduce_add_ps(v); }
 INLINE float vmaximum(vec v) { return _mm512_reduce_max_ps(v); }
