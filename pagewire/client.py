@@ -173,7 +173,7 @@ class AsyncClient:
             async for response in call:
                 yield chunk_from_proto(response)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise from_rpc_error(error, call) from None
         finally:
             call.cancel()
 

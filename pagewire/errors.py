@@ -222,17 +222,19 @@ def from_status(status: status_pb2.Status) -> PagewireError:
     return PagewireError(status.message, code=code, details=tuple(details))
 
 
-# gRPC's transport reports a deadline as UNAVAILABLE if it sees it before the call does.
+# gRPC's transport reports a deadline as UNAVAILABLE if it sees it before the call does, and as INTERNAL if the server
+# was faster and a proxy between them passed its reset on.
 _DEADLINE_FROM_BELOW = "Stream removed (Deadline Exceeded)"
+_RESET = "Stream removed (RST_STREAM"
 
 
-def from_rpc_error(error: grpc.RpcError) -> PagewireError:
-    """What a caller gets for a failed RPC, sync or async; details are kept."""
+def from_rpc_error(error: grpc.RpcError, rpc: Any = None) -> PagewireError:
+    """What a caller gets for a failed RPC, sync or async; details are kept. `rpc`: which, unless the error knows."""
     # Both kinds of error have these methods; grpc's types do not say so.
     call: Any = error
     code = call.code() if hasattr(call, "code") else grpc.StatusCode.UNKNOWN
     text = (call.details() if hasattr(call, "details") else None) or str(code.value[1])
-    if text == _DEADLINE_FROM_BELOW:
+    if text == _DEADLINE_FROM_BELOW or (text.startswith(_RESET) and _has_no_time_left(rpc or error)):
         code = grpc.StatusCode.DEADLINE_EXCEEDED
     for key, value in (call.trailing_metadata() if hasattr(call, "trailing_metadata") else None) or ():
         if key == _STATUS_KEY:
@@ -242,6 +244,11 @@ def from_rpc_error(error: grpc.RpcError) -> PagewireError:
                 # A peer or proxy that garbles the details still told us code and message.
                 break
     return PagewireError(text, code=code)
+
+
+def _has_no_time_left(rpc: Any) -> bool:
+    remaining = rpc.time_remaining() if hasattr(rpc, "time_remaining") else None
+    return remaining is not None and remaining <= 0
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PagewireError) -> NoReturn:

@@ -69,6 +69,7 @@ class Harness:
     make_drafter: Callable[[BlockPool], tuple[SpeculativeConfig, Drafter]] | None = None
     may_break: bool = False
     is_async: bool = False
+    max_loras: int = 0
     windows: tuple[int | None, ...] = (None,)
     group_windows: tuple[int | None, ...] = ()
     num_host_blocks: int = 0
@@ -109,6 +110,7 @@ class Harness:
             self.max_model_len,
             frozenset({EOS}),
             VOCAB_SIZE,
+            max_loras=self.max_loras,
         )
         self.runner = FakeRunner(self.num_blocks, self.block_size, groups)
         self.tiers = self._make_tiers() if self.num_host_blocks or self.disk or self.store else None

@@ -94,3 +94,18 @@ def test_a_deadline_that_the_transport_saw_first_is_one_all_the_same() -> None:
             return "Stream removed (Deadline Exceeded)"
 
     assert from_rpc_error(Seen(())).code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize(("remaining", "code"), [(0.0, "DEADLINE_EXCEEDED"), (0.5, "INTERNAL"), (None, "INTERNAL")])
+def test_a_reset_after_the_deadline_is_the_deadline(remaining: float | None, code: str) -> None:
+    class Reset(StatusError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.INTERNAL
+
+        def details(self) -> str:
+            return "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
+
+        def time_remaining(self) -> float | None:
+            return remaining
+
+    assert from_rpc_error(Reset(())).code.name == code

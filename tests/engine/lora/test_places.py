@@ -1,7 +1,5 @@
 """Adapters in the scheduler: no more at once than there are places, and nobody waits for ever for one."""
 
-from dataclasses import replace
-
 import pytest
 
 from engine.request import AdapterId, EngineRequest
@@ -10,9 +8,7 @@ from tests.engine.harness import Harness, prompt_of
 
 
 def harness(max_loras: int) -> Harness:
-    made = Harness(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)
-    made.scheduler.config = replace(made.scheduler.config, max_loras=max_loras)
-    return made
+    return Harness(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64, max_loras=max_loras)
 
 
 def add(made: Harness, name: str, adapter: str, num_tokens: int = 6) -> None:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,8 +125,9 @@ def test_the_pool_is_sized_when_all_have_loaded(
 
     monkeypatch.setattr(build, "available_memory", lambda: pytest.fail("others still load"))
     options = engine_options(model=str(tiny_model("llama")), dtype="float32", tensor_parallel_size=2, cpu_threads=2)
+    ranks: Any = SimpleNamespace(wait_loaded=wait_loaded, machines=Machines({1: ""}))
     with pytest.raises(Waited):
-        build._build_parts(options, None, SimpleNamespace(wait_loaded=wait_loaded, machines=Machines({1: ""})))  # type: ignore[arg-type]
+        build._build_parts(options, None, ranks, ExitStack())
 
 
 @pytest.mark.parametrize("words", ["a dead device", ""])
