@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything to measure on a day with a GPU, in at most 8 minutes: bench/gpu/run.sh [--dry-run] OUT_DIR
+# Everything to measure on a day with a GPU, in at most 6 minutes: bench/gpu/run.sh [--dry-run] OUT_DIR
 #
 # Needs torch, triton and transformers (with what those bring), no network, and nothing of ours installed: this
 # repository is the PYTHONPATH, and what wheels are in bench/gpu/wheels. Where llguidance isn't installed, its wheel
@@ -22,7 +22,7 @@ cd "$out"
 rm -f -- checks.csv timings.csv model.csv pair.csv table.txt failed.txt
 status=0
 # Each part is a process with a limit of its own: what one breaks, the others do not miss.
-for part in checks:90 timings:150 model:90 pair:120; do
+for part in checks:80 timings:130 model:70 pair:80; do
   # A dry run has no device to give back, and other load may be there.
   [ ${#dry[@]} -eq 0 ] || part=${part%:*}:900
   timeout "${part#*:}" "$python" "$root/bench/gpu/run.py" "${dry[@]}" --part "${part%:*}" --out "$out" || {
