@@ -176,16 +176,17 @@ class System(Cluster):
         return system
 
     def restore(self) -> None:
-        """Starts what does not run and waits until the router has all workers and nothing is left anywhere."""
+        """Starts what does not run and waits until each router has all workers and nothing is left anywhere."""
         for service in self.services.values():
             if service.is_running:
                 service.thaw()
         self.start()
         wanted = {each.name for each in self.services.values() if each.role != "router"}
         deadline = time.monotonic() + 120
-        while {worker.worker_id for worker in self.workers()} != wanted:
-            assert time.monotonic() < deadline, f"alive: {self.workers()}, wanted: {wanted}"
-            time.sleep(0.05)
+        for router in (each.name for each in self.services.values() if each.role == "router"):
+            while (alive := self._alive_workers(router)) != wanted:
+                assert time.monotonic() < deadline, f"{router} knows {alive}, wanted: {wanted}"
+                time.sleep(0.05)
         self.wait_quiet()
 
     def status(self, name: str) -> admin_pb2.WorkerStatus:
@@ -201,6 +202,9 @@ class System(Cluster):
         """What a router knows: its workers, requests in flight, the index."""
         with grpc.insecure_channel(self.services[name].endpoint) as channel:
             return admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
+
+    def _alive_workers(self, router: str) -> set[str]:
+        return {worker.info.worker_id for worker in self.router_status(router).workers if worker.alive}
 
     def logs(self) -> str:
         return "\n".join(f"--- {each.name}\n{each.log()[-3000:]}" for each in self.services.values())
