@@ -92,7 +92,7 @@ def test_e4m3_cache(case: str, native: bool, monkeypatch: pytest.MonkeyPatch) ->
     [
         (decode_attention, "k_scale + kv_head.to(tl.int64) * stride_scale_head", "k_scale"),
         (decode_attention, "v_scale + kv_head.to(tl.int64) * stride_scale_head", "v_scale"),
-        (decode_attention, "        stride_scale_block,\n        D,", "        stride_scale_head,\n        D,"),
+        (decode_attention, "    stride_scale_block,\n            D,", "    stride_scale_head,\n            D,"),
         (prefill_attention, "k_scale + kv_head.to(tl.int64) * stride_scale_head", "k_scale"),
         (prefill_attention, "v_scale + kv_head.to(tl.int64) * stride_scale_head", "v_scale"),
     ],
