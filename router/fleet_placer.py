@@ -3,47 +3,33 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import replace
 from random import Random
 
 import grpc
 
 from kvstore.index import PrefixIndex
 from kvstore.routed_stream import Routed
-from pagewire.worker_view import AdapterLabel, LoadSnapshot, PrefixSource, WorkerFingerprint
+from pagewire.worker_view import AdapterLabel, LoadSnapshot, PrefixSource
 from router.adapters import AdapterDirectory
 from router.assumptions import AssumedLoad, Assumptions
 from router.cost import Candidate, Process, RequestSize, uncached_tokens
+from router.decision import Case, placement
 from router.explanation import Explanation, explain
 from router.fleet import Fleet, FleetWorker
+from router.live_index import LiveIndex
 from router.placement import Demand, Limits, NoWorker, Placement, Worker
 from router.policy import Choice, NoDecodeWorker, Plan, Policy, plan
 from router.prefix_sources import prefix_sources
 from router.prompt_keys import KeySpace, PromptKeys
-from router.tier_depths import NOTHING, best_holdings, lower_blocks
+from router.tier_depths import NOTHING, best_holdings
 
 logger = logging.getLogger(__name__)
 
 
 # Policies that look at the workers' caches.
 _BY_PREFIX = ("prefix", "session")
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """What one decision is made from: index keys by root, blocks in the index by worker id.
-
-    `lower` are those below the device by tier, `indexed` counts both; others can fetch all of them. Candidates know of
-    it if the policy is to.
-    """
-
-    size: RequestSize
-    keys: Mapping[bytes, Sequence[bytes]]
-    on_device: Mapping[str, int]
-    lower: Mapping[str, Mapping[str, int]]
-    indexed: Mapping[str, int]
-    candidates: list[Candidate]
 
 
 class FleetPlacer:
@@ -67,7 +53,8 @@ class FleetPlacer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
-        self._index = index
+        self._has_index = index is not None
+        self._index = LiveIndex(index)
         self._model = model
         self._policy = policy
         self._local_prefill_max_tokens = local_prefill_max_tokens
@@ -118,11 +105,9 @@ class FleetPlacer:
         if planned.prefill is not None:
             self._note(planned.prefill, case, now, computes=True)
         self._note(planned.decode, case, now, computes=decode_computes)
-        fingerprint = planned.decode.candidate.description.fingerprint
-        sources = self._prefix_sources(demand, case, fingerprint, avoid)
-        placement = _placement(planned, case, sources)
-        _log(demand, planned, placement, self._policy)
-        return placement
+        placed = placement(planned, case, self._prefix_sources(planned, case, avoid))
+        _log(demand, planned, placed, self._policy)
+        return placed
 
     def explain(self, demand: Demand, open_breakers: Set[Process] = frozenset()) -> Explanation:
         """What `place` would do now if it were to avoid `open_breakers`, and why.
@@ -142,24 +127,16 @@ class FleetPlacer:
             open_breakers=open_breakers,
         )
 
-    def _prefix_sources(
-        self, demand: Demand, case: "_Case", fingerprint: WorkerFingerprint, avoid: Set[Process]
-    ) -> tuple[PrefixSource, ...]:
+    def _prefix_sources(self, planned: Plan, case: Case, avoid: Set[Process]) -> tuple[PrefixSource, ...]:
         """Whatever the policy: the less it cares for caches, the more there is to fetch."""
-        workers = self._fleet.workers()
-        alive = [each.description for each in workers.values() if each.alive and not each.load.draining]
-        depths, lower = case.on_device, case.lower
-        if self._index is not None and fingerprint.root not in case.keys:
-            keys, output = _prompt_keys(demand)
-            ids = [each.worker_id for each in alive if each.fingerprint == fingerprint]
-            chain = keys.of((fingerprint.root, fingerprint.block_size), output)
-            depths = self._indexed(chain, ids, workers)
-            lower = self._lower(chain, ids, workers, depths)
-        return prefix_sources(alive, depths, fingerprint, avoid, lower=lower)
+        workers = self._fleet.workers().values()
+        alive = [each.description for each in workers if each.alive and not each.load.draining]
+        fingerprint = planned.decode.candidate.description.fingerprint
+        return prefix_sources(alive, case.on_device, fingerprint, avoid, lower=case.lower)
 
     def key_spaces(self) -> list[KeySpace]:
         """What is to be hashed before `place`: for the policy, or for the hint who holds the prefix."""
-        if self._policy not in _BY_PREFIX and self._index is None:
+        if self._policy not in _BY_PREFIX and not self._has_index:
             return []
         fingerprints = (
             worker.description.fingerprint
@@ -175,7 +152,7 @@ class FleetPlacer:
     def channel(self, worker: Worker) -> grpc.aio.Channel:
         return self._fleet.channel(worker.worker_id, worker.endpoint)
 
-    def _plan(self, case: "_Case", demand: Demand, avoid: Set[Process], rng: Random) -> Plan | NoDecodeWorker:
+    def _plan(self, case: Case, demand: Demand, avoid: Set[Process], rng: Random) -> Plan | NoDecodeWorker:
         return plan(
             case.candidates,
             case.size,
@@ -189,7 +166,7 @@ class FleetPlacer:
             session_id=demand.session_id,
         )
 
-    def _case(self, demand: Demand, now: float) -> "_Case":
+    def _case(self, demand: Demand, now: float) -> Case:
         """All that the policy is to know."""
         workers = self._fleet.workers()
         prompt_keys, output = _prompt_keys(demand)
@@ -201,11 +178,16 @@ class FleetPlacer:
         for space in self.key_spaces():
             root = space[0]
             keys[root] = prompt_keys.of(space, output)
-            ids = [each for each, worker in workers.items() if worker.description.fingerprint.root == root]
-            on_device |= self._indexed(keys[root], ids, workers)
-            lower |= self._lower(keys[root], ids, workers, on_device)
+            incarnations = {
+                each: worker.description.incarnation
+                for each, worker in workers.items()
+                if worker.description.fingerprint.root == root
+            }
+            depths = self._index.depths(keys[root], incarnations)
+            on_device |= depths.on_device
+            lower |= depths.lower
             if by_prefix:
-                assumed |= self._assumptions.hits(keys[root], ids, now)
+                assumed |= self._assumptions.hits(keys[root], list(incarnations), now)
         indexed = {
             worker_id: on_device.get(worker_id, 0) + sum(lower.get(worker_id, {}).values())
             for worker_id in on_device.keys() | lower.keys()
@@ -232,7 +214,7 @@ class FleetPlacer:
             for worker_id, worker in workers.items()
         ]
         size = RequestSize(len(demand.prompt_token_ids), demand.num_output_tokens, demand.num_choices)
-        return _Case(size, keys, on_device, lower, indexed, candidates)
+        return Case(size, keys, on_device, lower, indexed, candidates)
 
     def _adapter_at(self, worker: FleetWorker, label: AdapterLabel | None) -> dict[str, bool]:
         """A load that was replaced meanwhile is still good for a request that began with it."""
@@ -241,32 +223,7 @@ class FleetPlacer:
         found = self._adapters.find(worker.description.worker_id, worker.load.adapters, label)
         return {"has_adapter": found is not None, "loads_adapter": found is None or not found.resident}
 
-    def _indexed(
-        self, chain: Sequence[bytes], worker_ids: Sequence[str], workers: Mapping[str, FleetWorker]
-    ) -> dict[str, int]:
-        return {} if self._index is None else self._index.lookup(chain, self._current(worker_ids, workers))
-
-    def _lower(
-        self,
-        chain: Sequence[bytes],
-        worker_ids: Sequence[str],
-        workers: Mapping[str, FleetWorker],
-        on_device: Mapping[str, int],
-    ) -> dict[str, dict[str, int]]:
-        if self._index is None:
-            return {}
-        return lower_blocks(on_device, self._index.lookup_lower(chain, self._current(worker_ids, workers)))
-
-    def _current(self, worker_ids: Sequence[str], workers: Mapping[str, FleetWorker]) -> list[str]:
-        """Those of whose present life the index knows."""
-        records = {} if self._index is None else self._index.workers()
-        return [
-            worker_id
-            for worker_id in worker_ids
-            if worker_id in records and records[worker_id].incarnation == workers[worker_id].description.incarnation
-        ]
-
-    def _note(self, choice: Choice, case: "_Case", now: float, *, computes: bool) -> None:
+    def _note(self, choice: Choice, case: Case, now: float, *, computes: bool) -> None:
         candidate = choice.candidate
         self._last_chosen[candidate.process] = next(self._count)
         routed = Routed(
@@ -304,16 +261,6 @@ class FleetPlacer:
         self._adapters.keep_only({worker_id for worker_id, _ in processes})
 
 
-def _worker(choice: Choice) -> Worker:
-    description = choice.candidate.description
-    return Worker(
-        description.worker_id,
-        description.incarnation,
-        description.endpoint,
-        description.fingerprint.numerics_class,
-    )
-
-
 def _prompt_keys(demand: Demand) -> tuple[PromptKeys, tuple[int, ...]]:
     """The prompt's keys, and the output that follows it."""
     keys = demand.keys or PromptKeys(demand.prompt_token_ids, demand.cache_salt, demand.adapter)
@@ -330,29 +277,7 @@ def _with(load: LoadSnapshot, assumed: AssumedLoad | None) -> LoadSnapshot:
     )
 
 
-def _placement(planned: Plan, case: _Case, sources: tuple[PrefixSource, ...]) -> Placement:
-    prefills = planned.prefill or planned.decode
-    num_tokens = case.size.num_prompt_tokens
-
-    def hit_tokens(num_blocks: int, candidate: Candidate) -> int:
-        """A hit is whole blocks and leaves one token."""
-        block_size = candidate.description.fingerprint.block_size
-        return min(num_blocks, (num_tokens - 1) // block_size) * block_size
-
-    return Placement(
-        None if planned.prefill is None else _worker(planned.prefill),
-        _worker(planned.decode),
-        num_hit_tokens=hit_tokens(case.indexed.get(prefills.candidate.worker_id, 0), prefills.candidate),
-        num_device_tokens=hit_tokens(case.on_device.get(prefills.candidate.worker_id, 0), prefills.candidate),
-        num_assumed_tokens=hit_tokens(prefills.num_hit_blocks, prefills.candidate),
-        num_best_tokens=max(
-            hit_tokens(case.indexed.get(each.worker_id, 0), each) for each in case.candidates if each.alive
-        ),
-        prefix_sources=sources,
-    )
-
-
-def _log(demand: Demand, planned: Plan, placement: Placement, policy: Policy) -> None:
+def _log(demand: Demand, planned: Plan, placed: Placement, policy: Policy) -> None:
     """One line a decision: who, why, and at what cost compared with the next best."""
     if not logger.isEnabledFor(logging.INFO):
         return
@@ -361,9 +286,9 @@ def _log(demand: Demand, planned: Plan, placement: Placement, policy: Policy) ->
         "policy": policy,
         "reason": planned.reason,
         "prompt_tokens": len(demand.prompt_token_ids),
-        "hit_tokens": placement.num_hit_tokens,
-        "assumed_tokens": placement.num_assumed_tokens,
-        "best_tokens": placement.num_best_tokens,
+        "hit_tokens": placed.num_hit_tokens,
+        "assumed_tokens": placed.num_assumed_tokens,
+        "best_tokens": placed.num_best_tokens,
     }
     for role, choice in (("prefill", planned.prefill), ("decode", planned.decode)):
         if choice is not None:

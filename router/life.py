@@ -17,11 +17,12 @@ import grpc
 from pagewire.errors import KV_LOAD_FAILED, PagewireError, Unavailable
 from pagewire.trace import log_fields, trace_id
 from pagewire.worker_view import PrefixSource
+from router.continuation import demand, needs_decode
 from router.decode_session import DecodeSession
 from router.failure import Failure
 from router.generation import Generation
 from router.placement import Demand, NoWorker, Placement, Worker
-from router.prefill_client import prefill, release_ticket
+from router.prefill_run import PrefillRun
 from router.request import Logprobs, Token, TransferSource, WorkerCall
 from router.services import Services
 
@@ -48,15 +49,7 @@ class Life:
         self.num_migrations = 0
         self.num_class_changes = 0
         self._num_attempts = 0
-        # The prefill that runs; the worker stays known for its ticket.
-        self._prefill_worker: Worker | None = None
-        self._prefill_task: asyncio.Task[None] | None = None
-        # Names the ticket of a prefill that may have been made but was not seen yet.
-        self._unseen_ticket_of = ""
-        self._is_continuation = False
-        # A ticket that nobody has used up: set when P accepts, unset when D brings a token or it is released.
-        self._source: TransferSource | None = None
-        self._num_source_uses = 0
+        self._prefill: PrefillRun | None = None  # the newest
         # The decode that runs, or (before P's ticket is there) will.
         self._decode_worker: Worker | None = None
         self._prefix_sources: tuple[PrefixSource, ...] = ()
@@ -92,45 +85,18 @@ class Life:
 
     def worker_gone(self, is_alive: Callable[[Worker], bool]) -> None:
         """The fleet lost workers: a silent one is given up as if its stream had broken."""
-        prefill_worker, decode_worker = self._prefill_worker, self._decode_worker
+        run, decode_worker = self._prefill, self._decode_worker
         if self._session is not None and decode_worker is not None and not is_alive(decode_worker):
             self.decode_failed(Unavailable(f"decode worker {decode_worker.worker_id} is gone"))
-        if self._prefill_task is not None and prefill_worker is not None and not is_alive(prefill_worker):
-            self.prefill_failed(Unavailable(f"prefill worker {prefill_worker.worker_id} is gone"))
+        if run is not None and run.is_running and not is_alive(run.worker):
+            self.prefill_failed(Unavailable(f"prefill worker {run.worker.worker_id} is gone"))
 
     # --- starting ---
 
     def _demand(self) -> Demand:
-        """A migrated request goes through prefill like a fresh one: there its prompt is cached, as a rule."""
-        call, sampling = self._call, self._call.sampling
-        open_outputs = self._open_outputs()
-        # As on the workers: the output of a single choice is prefilled like a prompt, those of several are decode's.
-        output = open_outputs[0] if len(open_outputs) == 1 else ()
         lost = self._decode_worker if self._generation.has_output else None
-        return Demand(
-            (*call.prompt_token_ids, *output),
-            call.cache_salt,
-            (sampling.max_tokens or 1) - len(output),
-            len(open_outputs),
-            self.num_failed_prefills < self._services.limits.max_prefills and self._has_prefix,
-            "" if lost is None else lost.numerics_class,
-            call.keys,
-            call.session_id,
-            call.request_id,
-            call.adapter,
-        )
-
-    @property
-    def _has_prefix(self) -> bool:
-        """False if prefill could do nothing: several choices with output share the tokens before the prompt's last."""
-        return len(self._call.prompt_token_ids) > 1 or not self._generation.has_output or len(self._open_outputs()) == 1
-
-    def _open_outputs(self) -> list[tuple[int, ...]]:
-        """What each choice that is not finished has brought so far."""
-        so_far = self._generation.so_far()
-        if not so_far:
-            return [()] * self._call.sampling.n
-        return [choice.output_token_ids for choice in so_far.values() if not choice.finished]
+        may_prefill = self.num_failed_prefills < self._services.limits.max_prefills
+        return demand(self._call, self._generation.so_far(), lost, may_prefill=may_prefill)
 
     def _start(self, placement: Placement) -> None:
         self.placement = placement
@@ -139,17 +105,9 @@ class Life:
         if placement.prefill is None:
             self._start_decode(None)
             return
-        worker = self._prefill_worker = placement.prefill
-        self._is_continuation = self._generation.has_output
-        channel = self._services.placer.channel(worker)
-        outputs, max_tokens = self._open_outputs(), self._call.sampling.max_tokens or 1
-        # Prefill samples the next token of every choice, but not of several that have output.
-        samples = not self._is_continuation or len(outputs) == 1
-        hand_off = not samples or any(len(output) + 1 < max_tokens for output in outputs)
         attempt = self._attempt()
-        self._unseen_ticket_of = attempt.request_id if hand_off else ""
-        work = prefill(channel, attempt, self, hand_off=hand_off)
-        self._prefill_task = asyncio.get_running_loop().create_task(work, name="prefill")
+        self._prefill = PrefillRun(self._services, placement.prefill, attempt, hand_off=needs_decode(attempt))
+        self._prefill.start(self)
 
     def _start_decode(self, source: TransferSource | None) -> None:
         worker = self._decode_worker
@@ -184,12 +142,10 @@ class Life:
 
     def prefill_accepted(self, ticket: bytes) -> None:
         self._accepted()
-        self._unseen_ticket_of = ""
-        worker = self._prefill_worker
-        if ticket and worker is not None:
-            self._source = TransferSource(worker.endpoint, worker.worker_id, worker.incarnation, ticket)
-            self._num_source_uses = 1
-            self._start_decode(self._source)
+        if self._prefill is not None:
+            self._prefill.accepted(ticket)
+            if self._prefill.ticket is not None:
+                self._start_decode(self._prefill.use_ticket())
 
     def prefill_token(self, token: Token) -> None:
         self._token(token)
@@ -198,20 +154,23 @@ class Life:
         self._generation.accept_prompt_logprobs(start, entries)
 
     def prefill_done(self, num_cached_tokens: int) -> None:
-        if self._prefill_task is not None:
-            self._services.keep(self._prefill_task)
-            self._prefill_task = None
-        if self._prefill_worker is not None and not self._is_continuation:
+        run = self._prefill
+        if run is None:
+            return
+        run.done()
+        if not run.is_continuation:
             self.num_cached_tokens = num_cached_tokens
-            self.prefilled_by = self._prefill_worker.worker_id
-        if self._prefill_worker is not None:
-            self._services.breakers.succeeded(self._prefill_worker.process)
+            self.prefilled_by = run.worker.worker_id
+        self._services.breakers.succeeded(run.worker.process)
 
     def prefill_failed(self, error: PagewireError) -> None:
+        run = self._prefill
+        if run is None:
+            return
         if error.code is not grpc.StatusCode.UNAVAILABLE:
-            self._unseen_ticket_of = ""  # it refused
-        if self._prefill_worker is not None and self._prefill_task is not None:
-            self._fail(Failure(error, self._prefill_worker, was_prefill=True))
+            run.refused()
+        if run.is_running:
+            self._fail(Failure(error, run.worker, was_prefill=True))
 
     def decode_accepted(self, num_cached_tokens: int) -> None:
         self._accepted()
@@ -223,7 +182,8 @@ class Life:
         self._generation.accept_prompt_logprobs(start, entries)
 
     def decode_token(self, token: Token) -> None:
-        self._source = None
+        if self._prefill is not None:
+            self._prefill.ticket = None  # used up
         if self._generation.contradicts(token):
             # It lost the prefill worker and sampled the first token anew, in another numerics class: start it over
             # from what is a fact.
@@ -237,9 +197,9 @@ class Life:
         self._token(token)
 
     def decode_failed(self, error: PagewireError) -> None:
-        if error.reason == KV_LOAD_FAILED and self._prefill_worker is not None:
+        if error.reason == KV_LOAD_FAILED and self._prefill is not None:
             # The decode worker is well; it is the prefill that has to be made again, elsewhere.
-            self._fail(Failure(error, self._prefill_worker, was_prefill=True))
+            self._fail(Failure(error, self._prefill.worker, was_prefill=True))
         elif self._decode_worker is not None:
             self._fail(Failure(error, self._decode_worker, was_prefill=False))
 
@@ -273,23 +233,25 @@ class Life:
         if failure.is_the_workers_fault:
             self._services.breakers.failed(failure.worker.process, self._services.clock(), error.message)
         is_not_found = error.code is grpc.StatusCode.NOT_FOUND and not failure.lacks_adapter
-        ticket_is_void = self._source is not None and is_not_found
+        run = self._prefill
+        ticket_is_void = run is not None and run.ticket is not None and is_not_found
         if not failure.is_retryable and (failure.was_prefill or not ticket_is_void):
             raise error
         self._stop_decode()
         if failure.was_prefill:
             self._avoid_prefill.add(failure.worker.process)
             self.num_failed_prefills += 1
-            self._release_ticket()  # it may be done, whatever became of its stream, and then a lease owns the blocks
-            await self._stop_prefill()
+            if run is not None:
+                run.release_ticket()  # it may be done, whatever became of its stream, and then a lease owns the blocks
+                await run.stop()
         else:
             self._avoid_decode.add(failure.worker.process)
             self.num_migrations += 1
             if self.num_migrations > limits.max_migrations:
                 raise failure.given_up(limits.max_migrations)
-            if ticket_is_void or not self._ticket_can_be_reused():
-                await self._stop_prefill()
-                self._release_ticket()
+            if run is not None and (ticket_is_void or not run.can_reuse_ticket):
+                await run.stop()
+                run.release_ticket()
         self._generation.forget_early()
         placement = await self._place_again(error)
         if placement is None:
@@ -297,12 +259,11 @@ class Life:
         if self._generation.has_output and placement.decode.numerics_class != failed_class:
             self.num_class_changes += 1
             self.log(logging.WARNING, f"it goes on in numerics class {placement.decode.numerics_class}")
-        if self._source is not None:
+        if run is not None and run.ticket is not None:
             # The ticket lives on: another decode worker attaches to it.
-            self._num_source_uses += 1
             self._decode_worker = placement.decode
             self._prefix_sources = placement.prefix_sources
-            self._start_decode(self._source)
+            self._start_decode(run.use_ticket())
         elif (
             failure.was_prefill
             and placement.prefill is None
@@ -312,12 +273,6 @@ class Life:
             raise error  # decode must not inherit what prefill has too much of
         else:
             self._start(placement)
-
-    def _ticket_can_be_reused(self) -> bool:
-        """Once, since it may be the ticket's fault that decode failed."""
-        worker = self._prefill_worker
-        alive = worker is not None and self._services.placer.is_alive(worker)
-        return self._source is not None and self._num_source_uses < 2 and alive
 
     async def _place_again(self, error: PagewireError) -> Placement | None:
         """Waits a little for a worker if there is none; None if prefill finished the request meanwhile."""
@@ -344,27 +299,11 @@ class Life:
     async def _stop(self) -> None:
         """Frees everything on both sides. Idempotent."""
         self._stop_decode()
-        self._release_ticket()
-        await self._stop_prefill()
+        if self._prefill is not None:
+            self._prefill.release_ticket()
+            await self._prefill.stop()
 
     def _stop_decode(self) -> None:
         if self._session is not None:
             self._session.cancel(self._handle)
             self._session = None
-
-    async def _stop_prefill(self) -> None:
-        task, self._prefill_task = self._prefill_task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        # The worker may have been done, and its lease begun, before it heard of the cancellation.
-        request_id, self._unseen_ticket_of = self._unseen_ticket_of, ""
-        if request_id and self._prefill_worker is not None:
-            channel = self._services.placer.channel(self._prefill_worker)
-            self._services.spawn(release_ticket(channel, b"", request_id))
-
-    def _release_ticket(self) -> None:
-        source, self._source = self._source, None
-        if source is not None and self._prefill_worker is not None:
-            channel = self._services.placer.channel(self._prefill_worker)
-            self._services.spawn(release_ticket(channel, source.ticket))

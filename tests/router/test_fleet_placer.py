@@ -1,14 +1,13 @@
 """Placing on a fleet: hits from the index, the router's own assumptions, incarnations, and the errors it raises."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from random import Random
 
 import pytest
 import pytest_asyncio
 
 from kvstore.hashing import block_keys
-from kvstore.memory_index import MemoryIndex
 from kvstore.redis_keys import index_keys
 from kvstore.registry import WorkerRecord
 from kvstore.routed_stream import Routed
@@ -18,24 +17,12 @@ from router.fleet_placer import FleetPlacer
 from router.placement import Demand, Limits, NoWorker
 from router.prompt_keys import PromptKeys
 from tests.kvstore.simulated import until
+from tests.router.tiered_index import TieredIndex
 from tests.router.watched_worker import WatchedWorker
 
 pytestmark = pytest.mark.timeout(180)
 ROOT = b"r" * 32
 PROMPT = tuple(range(100, 141))
-
-
-class TieredIndex(MemoryIndex):
-    """An index of workers that have tiers: leading blocks by tier and worker id."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lower: dict[str, dict[str, int]] = {}
-
-    def lookup_lower(
-        self, keys: Sequence[bytes], worker_ids: Sequence[str] | None = None
-    ) -> Mapping[str, dict[str, int]]:
-        return {tier: {each: depths.get(each, 0) for each in worker_ids or ()} for tier, depths in self.lower.items()}
 
 
 class World:
