@@ -24,10 +24,11 @@ from engine.transfer.pool_server import PoolServer
 from engine.transfer.tcp_server import TcpServer
 from engine.transfer.tcp_wire import TcpSettings
 from pagewire.worker_view import WorkerDescription, WorkerFingerprint
-from transfer_svc.leases import LeaseTable, PrefillResult
+from transfer_svc.leases import LeaseTable
 from transfer_svc.manifest import describe_blocks
 from transfer_svc.sender import KvSender
 from transfer_svc.service import KvTransferServicer, add_to_server
+from transfer_svc.ticket import PrefillResult
 
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 

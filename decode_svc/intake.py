@@ -26,7 +26,8 @@ from pagewire.trace import log_fields
 from pagewire.worker_view import PrefixSource
 from transfer_svc.client import Attached, PulledEnd
 from transfer_svc.fetch import PrefixFetcher
-from transfer_svc.peers import Peer, PeerTable
+from transfer_svc.peer import Peer
+from transfer_svc.peers import PeerTable
 from transfer_svc.prefix import RingStarved, VerifiedPrefix, WrongTokens
 from transfer_svc.pull import pull_into
 from transfer_svc.reservations import PoolFull, Preempted, Reservation, Reservations

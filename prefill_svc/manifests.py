@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from engine.host import EngineHost
 from engine.kv_cache import KvCache
 from engine.request import HeldKv, PrefillProgress, StepOutput
-from transfer_svc.leases import LeaseTable, PrefillResult, TicketError
+from transfer_svc.leases import LeaseTable
 from transfer_svc.manifest import describe_blocks
+from transfer_svc.ticket import PrefillResult, TicketError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pagewire.trace import log_fields
 from pagewire.worker_view import PrefixSource
 from prefill_svc.manifests import BlockCollector, ComputedBlocks, ManifestWriter
 from prefill_svc.stream import Done, PrefillStream, Progress
-from transfer_svc.leases import PrefillResult
+from transfer_svc.ticket import PrefillResult
 from transfer_svc.worker import KvWorker, WorkerSetup, refused
 
 logger = logging.getLogger(__name__)

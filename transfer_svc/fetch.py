@@ -25,7 +25,8 @@ from pagewire.fetch_metrics import FetchMetrics
 from pagewire.metrics import WorkerMetrics
 from pagewire.worker_view import PrefixSource
 from transfer_svc.client import AttachedPrefix
-from transfer_svc.peers import RPC_TIMEOUT, Peer, PeerTable
+from transfer_svc.peer import RPC_TIMEOUT, Peer
+from transfer_svc.peers import PeerTable
 from transfer_svc.prefix import RingStarved, VerifiedPrefix, WrongTokens
 from transfer_svc.pull import pull_into
 from transfer_svc.rates import Rates

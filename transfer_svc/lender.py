@@ -16,9 +16,10 @@ from engine.tiers.load import SOURCE_NAMES
 from kvstore.kv_groups import HeldBlocks
 from pagewire.errors import NotFound, ResourceExhausted
 from pagewire.fetch_metrics import FetchMetrics
-from transfer_svc.leases import LeaseTable, Ticket, TicketError
+from transfer_svc.leases import LeaseTable
 from transfer_svc.manifest import describe_blocks
 from transfer_svc.sender import MAX_BLOCKS_PER_RUN, KvSender
+from transfer_svc.ticket import Ticket, TicketError
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from engine.transfer.checksum import checksum
 from engine.transfer.plane import KvPool, block_view, is_host_visible
-from transfer_svc.leases import ManifestBlock
+from transfer_svc.ticket import ManifestBlock
 
 
 def describe_blocks(pool: KvPool, block_ids: Sequence[int], keys: Sequence[bytes]) -> list[ManifestBlock]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from engine.transfer.block_io import BlockIo, Bytes
 from engine.transfer.copies import copy_out
 from engine.transfer.plane import KvPool, is_host_visible
-from transfer_svc.peers import InThread
+from transfer_svc.peer import InThread
 from transfer_svc.sender import BlockRun
 
 

@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 from engine.transfer.frames import BlockFrame, FrameError
 from transfer_svc.client import PulledEnd
-from transfer_svc.peers import Peer
+from transfer_svc.peer import Peer
 from transfer_svc.prefix import VerifiedPrefix
 from transfer_svc.reservations import Reservation
 

@@ -11,16 +11,8 @@ from engine.kv_cache import KvCache
 from pagewire.errors import FailedPrecondition, InvalidArgument, NotFound
 from pagewire.trace import log_fields
 from pagewire.worker_view import TicketSnapshot
-from transfer_svc.leases import (
-    Expired,
-    LeaseTable,
-    ManifestBlock,
-    PrefillResult,
-    StaleEpoch,
-    Ticket,
-    TicketState,
-    UnknownTicket,
-)
+from transfer_svc.leases import Expired, LeaseTable
+from transfer_svc.ticket import ManifestBlock, PrefillResult, StaleEpoch, Ticket, TicketState, UnknownTicket
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from pagewire.v1 import transfer_pb2
 from pagewire.worker_view import WorkerDescription
 from pagewire.worker_view_wire import fingerprint_from_proto
 from pagewire.worker_wire import token_to_proto
-from transfer_svc.leases import ManifestBlock, PrefillResult
 from transfer_svc.lender import Lender
 from transfer_svc.on_host import Staging, on_host
 from transfer_svc.sender import BlockRun, KvSender
+from transfer_svc.ticket import ManifestBlock, PrefillResult
 
 SERVICE_NAME = "pagewire.v1.KvTransferService"
 FRAME_BYTES = 1 << 20

@@ -13,10 +13,9 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from engine.request import FinishReason, TokenOutput
-from transfer_svc.leases import (
-    HOLDER_GRACE_SECONDS,
+from transfer_svc.leases import HOLDER_GRACE_SECONDS, LeaseTable
+from transfer_svc.ticket import (
     ROUTER_GRACE_SECONDS,
-    LeaseTable,
     ManifestBlock,
     PrefillResult,
     StaleEpoch,

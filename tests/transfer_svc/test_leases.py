@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from engine.request import FinishReason, TokenOutput
-from transfer_svc.leases import LeaseTable, ManifestBlock, PrefillResult, StaleEpoch, TicketState, UnknownTicket
+from transfer_svc.leases import LeaseTable
 from transfer_svc.sender import KvSender
+from transfer_svc.ticket import ManifestBlock, PrefillResult, StaleEpoch, TicketState, UnknownTicket
 
 RESULT = PrefillResult(num_tokens=9, num_cached_tokens=4, first_tokens=())
 

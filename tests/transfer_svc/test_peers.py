@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from pagewire.errors import Unavailable
-from transfer_svc.peers import Peer
+from transfer_svc.peer import Peer
 
 TICKET = b"t" * 16
 
