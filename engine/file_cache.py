@@ -19,6 +19,14 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def exclusive(lock_file: Path) -> Iterator[None]:
+    """Hold the lock of the maker, which the kernel drops if this process dies."""
+    with lock_file.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
 def hold(descriptor: int) -> None:
     """Keep the file from being deleted until the last copy of `descriptor` is closed, a mapping's own included."""
     with suppress(OSError):  # a file system without locks: `prune` can't lock there either, and deletes nothing

@@ -12,7 +12,7 @@ from engine.models.decoder import Decoder, Model
 from engine.models.registry import load_model
 from engine.parallel.config import shard_config
 from engine.transformers_config import ServedConfig, TransformersConfig, load_config
-from engine.weights import Progress, weights_digest
+from engine.weights_digest import Progress, weights_digest
 from pagewire.config import EngineOptions
 from pagewire.speculative import SpeculativeConfig
 

@@ -14,12 +14,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.file_cache import mark_used, prune
+from engine.file_cache import exclusive, mark_used, prune
 from engine.model_config import ModelConfig, ModelError
 from engine.packed_group_sections import read_groups, write_groups
 from engine.section_file import SectionFile, SectionFileError, SectionWriter
 from engine.weight_source import DirectSource, Projection, WeightSource, naming, split
-from engine.weights import Progress, Weights, exclusive, map_weights
+from engine.weights import Weights, map_weights
+from engine.weights_digest import Progress
 from kernels.cpu import packed_groups
 from kernels.cpu.native import NativeKernels, NativeWeight
 from kernels.cpu.packed import LAYOUT, PANEL_ROWS, STRIP_ROWS, PackedWeight, packed_bytes

@@ -1,36 +1,29 @@
-"""A model's weights: found, checked, mapped in the compute dtype, and named by a digest of their content.
+"""A model's weights: found, checked, and mapped in the compute dtype.
 
 Nothing is copied on load, so prefill and decode on one host share the pages. Weights stored in another dtype are
-converted once, into the cache directory ($PAGEWIRE_CACHE, else ~/.cache/pagewire), and mapped from there.
+mapped from a converted copy (`converted_weights.py`).
 """
 
-import fcntl
-import hashlib
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.cache_dir import default_cache_dir, write_cached
+from engine.cache_dir import default_cache_dir
+from engine.converted_weights import COMPUTE_NAMES, converted, dense_bytes
 from engine.expert_tensors import by_expert
 from engine.model_config import ModelError
 from engine.parallel.shard import Shard
 from engine.quantized.cut import cut_matrix
 from engine.quantized.stored import StoredFormat, StoredMatrix
-from engine.safetensors_file import MappedFiles, TensorEntry, find_tensors, read_header, write_tensors
+from engine.safetensors_file import MappedFiles, TensorEntry, find_tensors
 from engine.static_kv_scales import without_static_scales
+from engine.weights_digest import Progress
 from kernels.grouped import GroupedMatrix
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
 
 _FLOATS = ("F32", "F16", "BF16")
 _KEPT = (".e_score_correction_bias", ".mlp.gate.weight")
 """Tensors of such names stay as they are stored: who is routed where may hang on their last bits."""
-_COMPUTE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class Weights:
@@ -70,10 +63,10 @@ class Weights:
     def num_bytes(self) -> int:
         """The size of all tensors in the compute dtype, of quantized ones as they are stored."""
         if self._quantization is None:
-            return _num_bytes(self._entries, self.dtype)
+            return dense_bytes(self._entries, self.dtype)
         dense = {name: entry for name, entry in self._entries.items() if entry.dtype in _FLOATS}
         stored = sum(entry.num_bytes for name, entry in self._entries.items() if name not in dense)
-        return _num_bytes(dense, self.dtype) + stored
+        return dense_bytes(dense, self.dtype) + stored
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """The tensor `name` of this `shape`. Raises ModelError when it is missing or shaped otherwise.
@@ -194,10 +187,10 @@ def open_weights(
     entries = _find_floats(directory)
     kept = {name: entry for name, entry in entries.items() if name.endswith(_KEPT)}
     others = {name: entry for name, entry in entries.items() if name not in kept}
-    if any(entry.dtype != _COMPUTE_NAMES[dtype] for entry in others.values()):
-        entries = _converted(directory, others, dtype, progress, cache_dir or default_cache_dir()) | kept
+    if any(entry.dtype != COMPUTE_NAMES[dtype] for entry in others.values()):
+        entries = converted(directory, others, dtype, progress, cache_dir or default_cache_dir()) | kept
     elif progress is not None:
-        total = _num_bytes(entries, dtype)
+        total = dense_bytes(entries, dtype)
         progress(total, total)
     return Weights(directory, entries, dtype, shard=shard)
 
@@ -221,98 +214,3 @@ def _find_floats(directory: Path, quantization: StoredFormat | None = None) -> d
         if entry.dtype not in _FLOATS and entry.name.rpartition(".")[2] not in suffixes:
             raise ModelError(f"{entry.file}: tensor {entry.name} is {entry.dtype}; supported are {', '.join(_FLOATS)}")
     return entries
-
-
-def _num_bytes(entries: dict[str, TensorEntry], dtype: torch.dtype) -> int:
-    return sum(torch.Size(entry.shape).numel() * dtype.itemsize for entry in entries.values())
-
-
-def weights_digest(path: Path | str, *, progress: Progress | None = None, cache_dir: Path | None = None) -> bytes:
-    """SHA-256 over all tensors (name, dtype, shape, content), however they are spread over files. 32 bytes.
-
-    Kept in the cache directory under each file's (path, size, mtime, inode), so later starts don't read the weights.
-    """
-    directory = Path(path)
-    entries = find_tensors(directory)
-    identity = [_file_identity(file) for file in sorted({entry.file for entry in entries.values()})]
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    remembered = (cache_dir or default_cache_dir()) / "digests" / key
-    try:
-        digest = bytes.fromhex(remembered.read_text(encoding="ascii"))
-        if len(digest) == hashlib.sha256().digest_size:
-            return digest
-    except (OSError, ValueError):
-        pass  # not there yet, or spoiled: computed anew and written again below
-    digest = _digest(entries, progress)
-    write_cached(remembered, digest.hex().encode())
-    return digest
-
-
-def _digest(entries: dict[str, TensorEntry], progress: Progress | None) -> bytes:
-    total = sum(entry.num_bytes for entry in entries.values())
-    done = 0
-    files = MappedFiles()
-    whole = hashlib.sha256(b"pagewire-weights-1")
-    for name in sorted(entries):
-        entry = entries[name]
-        content = hashlib.sha256()
-        if entry.num_bytes:
-            content.update(files.bytes_of(entry))
-        label = json.dumps([name, entry.dtype, list(entry.shape)]).encode()
-        whole.update(len(label).to_bytes(4, "little") + label + content.digest())
-        done += entry.num_bytes
-        if progress is not None:
-            progress(done, total)
-    return whole.digest()
-
-
-def _converted(
-    directory: Path,
-    entries: dict[str, TensorEntry],
-    dtype: torch.dtype,
-    progress: Progress | None,
-    cache_dir: Path,
-) -> dict[str, TensorEntry]:
-    """The tensors of a copy in `dtype`, made by the first process that asks; the others wait and map the same file."""
-    digest = weights_digest(directory, cache_dir=cache_dir)
-    target = cache_dir / "weights" / f"{digest.hex()}-{_COMPUTE_NAMES[dtype].lower()}.safetensors"
-    total = _num_bytes(entries, dtype)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(target.with_suffix(".lock")):
-            if not target.is_file():
-                partial = target.with_suffix(".partial")  # one of a killed process is overwritten
-                shapes = {name: entry.shape for name, entry in entries.items()}
-                write_tensors(partial, shapes, dtype, lambda: _convert(entries, dtype, total, progress))
-                partial.rename(target)
-    except OSError as error:
-        raise ModelError(f"{target}: the converted weights ({total} bytes) can't be written: {error}") from error
-    if progress is not None:
-        progress(total, total)
-    return {entry.name: entry for entry in read_header(target)}
-
-
-def _convert(
-    entries: dict[str, TensorEntry], dtype: torch.dtype, total: int, progress: Progress | None
-) -> Iterator[Tensor]:
-    files = MappedFiles()
-    done = 0
-    for entry in entries.values():
-        tensor = files.tensor(entry).to(dtype)
-        yield tensor
-        done += tensor.nbytes
-        if progress is not None:
-            progress(done, total)
-
-
-def _file_identity(file: Path) -> list[str | int]:
-    stat = file.stat()
-    return [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino]
-
-
-@contextmanager
-def exclusive(lock_file: Path) -> Iterator[None]:
-    """Hold a file lock, which the kernel drops if this process dies."""
-    with lock_file.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

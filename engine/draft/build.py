@@ -19,7 +19,7 @@ from engine.model_config import ModelConfig, ModelError, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.registry import load_model
 from engine.transformers_config import ServedConfig
-from engine.weights import weights_digest
+from engine.weights_digest import weights_digest
 from kvstore.tokenizer_digest import tokenizer_digest
 from pagewire.config import EngineOptions
 from pagewire.speculative import SpeculativeConfig

@@ -10,7 +10,8 @@ from engine.models import deepseek, gemma3, llama, mixtral, phi3, qwen2, qwen3
 from engine.models.decoder import Decoder
 from engine.packed_weights import build_packed, build_private
 from engine.weight_source import DirectSource, NotedSource, WeightSource
-from engine.weights import Progress, map_weights, open_weights
+from engine.weights import map_weights, open_weights
+from engine.weights_digest import Progress
 from kernels.cpu.native import NativeKernels
 
 FAMILIES: Mapping[str, Callable[[ModelConfig, ModelKernels, WeightSource], Decoder]] = {

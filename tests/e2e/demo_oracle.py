@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.cache_dir import default_cache_dir
-from engine.weights import weights_digest
+from engine.weights_digest import weights_digest
 
 
 @dataclass(frozen=True, slots=True)

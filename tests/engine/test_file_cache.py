@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.file_cache import mark_used, prune
+from engine.file_cache import exclusive, mark_used, prune
 from engine.kernel_set import load_kernel_set
 from engine.models.registry import load_model
 from engine.section_file import SectionFile, SectionWriter
-from engine.weights import weights_digest
+from engine.weights_digest import weights_digest
 from kernels import cpu
 from tests.engine.model_harness import TinyModel, random_prompt
 
@@ -90,8 +90,6 @@ def test_a_reader_that_comes_too_late_for_the_name_has_the_bytes(tmp_path: Path)
 
 
 def test_leftovers_of_dead_makers_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:
-    from engine.weights import exclusive
-
     for name in ("dead", "live"):
         (tmp_path / f"{name}.partial").write_bytes(b"x" * 100)
         (tmp_path / f"{name}.lock").touch()

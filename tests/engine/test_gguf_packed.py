@@ -19,7 +19,8 @@ from engine.kernel_set import load_kernel_set
 from engine.model_config import load_model_config
 from engine.models.registry import load_model
 from engine.quantized.gguf import TYPES
-from engine.weights import map_weights, weights_digest
+from engine.weights import map_weights
+from engine.weights_digest import weights_digest
 from kernels import cpu
 from kernels.grouped import GroupedMatrix
 from pagewire.cli.model import resolve_model

@@ -17,7 +17,8 @@ from engine.lora.errors import AdapterError
 from engine.memory import KvLayout
 from engine.model_config import ModelError, load_model_config
 from engine.models.registry import load_model
-from engine.weights import Weights, open_weights, weights_digest
+from engine.weights import Weights, open_weights
+from engine.weights_digest import weights_digest
 from kernels import cpu
 from kernels.routing import GroupLimit
 from pagewire.config import EngineOptions

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.kernel_set import load_kernel_set
 from engine.models.registry import load_model
-from engine.weights import weights_digest
+from engine.weights_digest import weights_digest
 from kernels import cpu
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
@@ -175,7 +175,7 @@ import torch
 from engine.kernel_set import load_kernel_set
 from engine.model_config import load_model_config
 from engine.models.registry import load_model
-from engine.weights import weights_digest
+from engine.weights_digest import weights_digest
 
 path, cache = Path(sys.argv[1]), Path(sys.argv[2])
 digest = weights_digest(path, cache_dir=cache)

@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.kernel_set import load_kernel_set
 from engine.model_config import ModelError
 from engine.models.registry import load_model
-from engine.weights import weights_digest
+from engine.weights_digest import weights_digest
 from kernels import cpu
 from kernels.int8 import Quantization
 from pagewire.config import EngineOptions

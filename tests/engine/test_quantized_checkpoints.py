@@ -17,7 +17,8 @@ from engine.model_config import ModelError, load_model_config
 from engine.models.decoder import EMBEDDING
 from engine.models.registry import load_model
 from engine.quantized.config import parse_quantization
-from engine.weights import map_weights, weights_digest
+from engine.weights import map_weights
+from engine.weights_digest import weights_digest
 from kernels import cpu
 from kernels.cpu import packed, packed_groups
 from kernels.grouped import GroupedMatrix

@@ -17,7 +17,8 @@ from engine.kernel_set import load_kernel_set
 from engine.model_config import ModelError, load_model_config
 from engine.models.registry import load_model
 from engine.safetensors_file import find_tensors
-from engine.weights import open_weights, weights_digest
+from engine.weights import open_weights
+from engine.weights_digest import weights_digest
 from tests.tiny_models import make_tiny_model
 
 
