@@ -21,7 +21,7 @@ from pagewire.vllm_engine import SERVICE_NAME as VLLM_ENGINE
 from pagewire.vllm_engine.model_card import ModelCard
 from pagewire.vllm_engine.worker_facade import WorkerVllmEngine
 from pagewire.worker_process import WorkerServer
-from transfer_svc.fetch import FetchSettings
+from transfer_svc.fetch_offers import FetchSettings
 from transfer_svc.service import SERVICE_NAME as TRANSFER_SERVICE
 from transfer_svc.service import KvTransferServicer, add_to_server
 from transfer_svc.worker import KvWorker, WorkerLimits, WorkerSetup

@@ -11,72 +11,26 @@ The request goes to the engine afterwards and finds the blocks in the cache, lik
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import grpc
+from typing import Any
 
 from engine.host import EngineHost
 from engine.request import AdapterId, StepOutput
-from engine.transfer.frames import FrameError
-from engine.transfer.plane import CorruptBlock, PlaneUnavailable, StaleBlock, block_bytes
-from pagewire.errors import PagewireError
+from engine.transfer.plane import block_bytes
 from pagewire.fetch_metrics import FetchMetrics
 from pagewire.metrics import WorkerMetrics
 from pagewire.worker_view import PrefixSource
-from transfer_svc.client import AttachedPrefix
-from transfer_svc.peer import RPC_TIMEOUT, Peer
+from transfer_svc.fetch_offers import FetchSettings, Offer, Offers
 from transfer_svc.peers import PeerTable
-from transfer_svc.prefix import RingStarved, VerifiedPrefix, WrongTokens
-from transfer_svc.pull import pull_into
+from transfer_svc.prefix import VerifiedPrefix
+from transfer_svc.prefix_transfers import FetchFailed, PrefixTransfers
 from transfer_svc.rates import Rates
-from transfer_svc.reservations import PoolFull, Preempted, Reservations
+from transfer_svc.reservations import Reservations
 
 logger = logging.getLogger(__name__)
 
-_MAX_PULLS = 3
 _MAX_FLIGHTS = 3
-_MAX_AVOIDED = 1024
-_REASONS = {
-    grpc.StatusCode.NOT_FOUND: "gone",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
-    grpc.StatusCode.FAILED_PRECONDITION: "unfit",
-}
 # After one of these the source is left alone for a while; the others say nothing about the next fetch.
 _FAULTS = frozenset({"peer", "silent", "unfit", "block", "key"})
-
-
-class _Failed(Exception):
-    """This source brings no more. `reason` is the metric's label."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class FetchSettings:
-    """When to fetch, and how long it may take: `slack` times the estimate, but at least `min_deadline` seconds."""
-
-    mode: Literal["auto", "always", "off"] = "auto"
-    min_tokens: int = 64
-    min_deadline: float = 1.0
-    slack: float = 4.0
-    avoid_seconds: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What a source can save: it is to bring the blocks up to `stop` within `deadline` seconds.
-
-    `from_tier`: it has to load some of them first.
-    """
-
-    source: PrefixSource
-    stop: int
-    saving: float
-    deadline: float
-    from_tier: bool
 
 
 class PrefixFetcher:
@@ -101,14 +55,14 @@ class PrefixFetcher:
         self.metrics = metrics
         self._host = host
         self._cache = host.kv_cache
-        self._block_bytes = block_bytes(host.memory)
         self._peers = peers
         self._reservations = reservations
         self._worker_metrics = worker_metrics
         self._num_lacking = num_lacking
-        self._spawn = spawn
+        sizes = self._cache.block_size, block_bytes(host.memory)
+        self._offers = Offers(self.rates, *sizes)
+        self._transfers = PrefixTransfers(peers, reservations, self.rates, metrics, *sizes, spawn)
         self._flights: dict[bytes, asyncio.Event] = {}  # by the key of the first block that is being fetched
-        self._avoided: dict[tuple[str, int], float] = {}  # until when
         if settings.mode != "off" and self._cache.enable_caching and not self._keeps_what_comes:
             logger.warning("nothing is fetched from other workers: every layer of the model has a sliding window")
 
@@ -236,12 +190,15 @@ class PrefixFetcher:
             num_arrivals = len(prefix.arrivals)
             try:
                 async with asyncio.timeout(offer.deadline):
-                    await self._transfer(prefix, tokens, offer, always)
+                    # The peer's tiers would decline by its own estimate, which is not asked for here either.
+                    dear = always or self.settings.mode == "always"
+                    await self._transfers.bring(prefix, tokens[: offer.stop * self._cache.block_size], offer, dear=dear)
                 continue
             except TimeoutError:
                 is_silent = len(prefix.arrivals) == num_arrivals
-                failed = _Failed("silent" if is_silent else "deadline", f"it took longer than {offer.deadline:.3f} s")
-            except _Failed as error:
+                reason = "silent" if is_silent else "deadline"
+                failed = FetchFailed(reason, f"it took longer than {offer.deadline:.3f} s")
+            except FetchFailed as error:
                 failed = error
             failure = failed.reason
             prefix.fall_back()
@@ -251,132 +208,19 @@ class PrefixFetcher:
 
     def _best_offer(
         self, prefix: VerifiedPrefix, sources: Sequence[PrefixSource], always: bool
-    ) -> tuple[_Offer | None, str]:
-        """The largest saving; or None and why there is none (empty: nobody has more)."""
-        size, settings, here = self._cache.block_size, self.settings, prefix.num_blocks
+    ) -> tuple[Offer | None, str]:
         num_growing = self._host.load.num_running * len(self._cache.groups)
-        room = self._cache.num_free - num_growing - max(0, self._num_lacking())
-        now = asyncio.get_running_loop().time()
-        planes = {peer.endpoint: peer.plane for peer in self._peers.connected()}
-        best: _Offer | None = None
-        reasons = []
-        for source in sources:
-            stop = min(source.num_blocks, len(prefix.keys))
-            if stop <= here:
-                continue
-            gain = prefix.deepest(stop, room) - here
-            num_bytes = prefix.num_lacking(here + gain) * self._block_bytes
-            compute = self.rates.compute_seconds(gain * size)
-            from_tier = here + gain > source.num_blocks - source.num_lower_blocks
-            fetch = self.rates.fetch_seconds(
-                source.endpoint, planes.get(source.endpoint), num_bytes, from_tier=from_tier
-            )
-            if self._avoided.get((source.endpoint, source.incarnation), now) > now:
-                reasons.append("avoided")
-            elif not always and (stop - here) * size < settings.min_tokens:
-                reasons.append("short")
-            elif gain * size < (1 if always else settings.min_tokens):
-                reasons.append("pool")
-            elif not always and settings.mode == "auto" and fetch >= compute:
-                reasons.append("dearer")
-            elif best is None or compute - fetch > best.saving:
-                longest = settings.slack * fetch
-                if not always and settings.mode == "auto":
-                    longest = min(longest, compute)
-                deadline = max(settings.min_deadline, longest)
-                best = _Offer(source, here + gain, compute - fetch, deadline, from_tier)
-        return best, reasons[0] if reasons else ""
-
-    async def _transfer(self, prefix: VerifiedPrefix, tokens: Sequence[int], offer: _Offer, always: bool) -> None:
-        """Raises _Failed. What came is counted, and measured, whatever happens."""
-        source, clock = offer.source, asyncio.get_running_loop().time
-        started_at, num_before, num_tokens_before = clock(), len(prefix.arrivals), prefix.num_arrived_tokens
-        try:
-            peer = await self._peers.get(source.endpoint, source.incarnation)
-        except PagewireError as error:
-            raise _Failed(_REASONS.get(error.code, "peer"), error.message) from None
-        connected_at = clock()
-        wanted = tokens[: offer.stop * self._cache.block_size]
-        # The peer's tiers would decline by its own estimate, which is not asked for here either.
-        dear = always or self.settings.mode == "always"
-        patience = max(RPC_TIMEOUT, offer.deadline) if dear else RPC_TIMEOUT  # a disk may have much to read
-        asking = asyncio.ensure_future(
-            peer.attach_prefix(prefix.keys[: offer.stop], wanted, prefix.num_blocks, always=dear, timeout=patience)
+        return self._offers.best(
+            prefix,
+            sources,
+            self.settings,
+            room=self._cache.num_free - num_growing - max(0, self._num_lacking()),
+            planes={peer.endpoint: peer.plane for peer in self._peers.connected()},
+            now=asyncio.get_running_loop().time(),
+            always=always,
         )
-        is_unused = False
-        try:
-            async with peer.while_it_answers():
-                attached = await asyncio.shield(asking)
-                prefix.aim(attached.num_blocks)
-                prefix.cover(attached.num_blocks * self._cache.block_size)
-                await self._pull(prefix, peer, attached)
-        except PagewireError as error:
-            is_unused = True  # an answer that brings nothing says nothing of the link
-            raise _Failed(_REASONS.get(error.code, "peer"), error.message) from None
-        finally:
-            self._spawn(self._give_back(peer, asking), "prefix-release")
-            arrivals = prefix.arrivals[num_before:]
-            if arrivals or not is_unused:
-                num_tokens = prefix.num_arrived_tokens - num_tokens_before
-                self._observe(offer, peer, arrivals, num_tokens, connected_at, clock())
-        logger.debug("%d blocks from %s in %.3f s", len(arrivals), source.worker_id, clock() - started_at)
 
-    async def _pull(self, prefix: VerifiedPrefix, peer: Peer, attached: AttachedPrefix) -> None:
-        """It never waits for a free block, and makes room for transfers that do."""
-        mine = self._reservations.open(timeout=0.0)
-        try:
-            for number in range(1, _MAX_PULLS + 1):
-                plane = peer.plane
-                try:
-                    async with mine.preemptible():
-                        await pull_into(prefix, peer, attached.ticket, attached.epoch, mine)
-                    return
-                except PlaneUnavailable as error:
-                    await peer.demote(plane, str(error))
-                except (CorruptBlock, StaleBlock, FrameError) as error:
-                    if number == _MAX_PULLS:
-                        raise _Failed("block", str(error)) from None
-                    self.metrics.failed("block")
-                    logger.warning("a bad block from %s, fetching it again: %s", peer.endpoint, error)
-                prefix.drop_part()
-            raise _Failed("peer", "no plane works")
-        except (PoolFull, Preempted, RingStarved) as error:
-            raise _Failed("pool", str(error) or "own requests need the blocks") from None
-        except WrongTokens as error:
-            raise _Failed("key", str(error)) from None
-        finally:
-            self._reservations.close(mine)
-
-    async def _give_back(self, peer: Peer, asking: "asyncio.Future[AttachedPrefix]") -> None:
-        """Also if the answer was not waited for: then there may be a ticket all the same."""
-        try:
-            attached = await asking
-            await peer.release(attached.ticket, attached.epoch)
-        except PagewireError as error:
-            logger.debug("nothing to give back to %s: %s", peer.endpoint, error.message)
-        finally:
-            self._peers.put_back(peer)
-
-    def _observe(
-        self,
-        offer: _Offer,
-        peer: Peer,
-        arrivals: Sequence[float],
-        num_tokens: int,
-        started_at: float,
-        now: float,
-    ) -> None:
-        num_blocks, size = len(arrivals), self._block_bytes
-        first_at = arrivals[0] if arrivals else now
-        num_first = sum(arrived_at == first_at for arrived_at in arrivals)
-        last_at = arrivals[-1] if arrivals else now
-        self.rates.link(offer.source.endpoint, peer.plane, from_tier=offer.from_tier).observe(
-            num_blocks * size, last_at - started_at, num_first * size, first_at - started_at
-        )
-        if num_blocks:
-            self.metrics.fetched(offer.source.role, num_blocks, num_tokens, num_blocks * size)
-
-    def _note_failure(self, request_id: str, source: PrefixSource, failed: _Failed, num_tokens: int) -> None:
+    def _note_failure(self, request_id: str, source: PrefixSource, failed: FetchFailed, num_tokens: int) -> None:
         self.metrics.failed(failed.reason)
         logger.warning(
             "request %s: fetching from %s ended with %d tokens here (%s): %s",
@@ -387,8 +231,4 @@ class PrefixFetcher:
             failed,
         )
         if failed.reason in _FAULTS:
-            self._avoided[source.endpoint, source.incarnation] = (
-                asyncio.get_running_loop().time() + self.settings.avoid_seconds
-            )
-            if len(self._avoided) > _MAX_AVOIDED:
-                del self._avoided[next(iter(self._avoided))]
+            self._offers.avoid(source, asyncio.get_running_loop().time() + self.settings.avoid_seconds)

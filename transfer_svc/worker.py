@@ -33,7 +33,8 @@ from pagewire.fetch_metrics import FetchMetrics
 from pagewire.metrics import WorkerMetrics
 from pagewire.worker_view import AdapterView, LoadSnapshot, StatusSnapshot, WorkerDescription
 from transfer_svc.adapters import WorkerAdapters
-from transfer_svc.fetch import FetchSettings, PrefixFetcher
+from transfer_svc.fetch import PrefixFetcher
+from transfer_svc.fetch_offers import FetchSettings
 from transfer_svc.leases import Expired, LeaseTable
 from transfer_svc.lender import Lender
 from transfer_svc.on_host import Staging

@@ -5,7 +5,6 @@ import dataclasses
 
 import pytest
 
-import transfer_svc.fetch
 import transfer_svc.lender
 import transfer_svc.manifest
 from pagewire.v1 import admin_pb2, admin_pb2_grpc, prefill_pb2, prefill_pb2_grpc

@@ -6,7 +6,7 @@ from pagewire.prefix_control import Prefix
 from pagewire.v1 import admin_pb2, admin_pb2_grpc
 from tests.decode_svc.harness import BLOCK_SIZE, greedy, random_prompt, reference, until
 from tests.transfer_svc.fleet import fleet
-from transfer_svc.fetch import _Failed as PeerFailed
+from transfer_svc.prefix_transfers import FetchFailed
 
 PROMPT = random_prompt(9 * BLOCK_SIZE + 2, 1)
 PARAMS = greedy(6)
@@ -119,13 +119,13 @@ async def test_a_fetch_that_breaks_off_loses_nothing(model, monkeypatch):
         fetcher, fetch = node.worker.fetcher, node.worker.fetcher.fetch
 
         async def breaks(*_):
-            raise PeerFailed("peer", "gone")
+            raise FetchFailed("peer", "gone")
 
         async def watched(*arguments):
             numbers.append(await fetch(*arguments))
             return numbers[-1]
 
-        monkeypatch.setattr(fetcher, "_pull", breaks)
+        monkeypatch.setattr(fetcher._transfers, "_pull", breaks)
         monkeypatch.setattr(fetcher, "fetch", watched)
         before = node.value("computed_prompt_tokens_total")
         answer = await workers.prefill("p1", workers.request(PROMPT, PARAMS, [workers["p0"].source()]))
