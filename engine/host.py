@@ -9,12 +9,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine.engine import Engine
-from engine.errors import EngineError, RequestRefused
+from engine.grammar_intake import GrammarIntake
 from engine.loop import EngineLoop
 from engine.quarantine import Quarantine
 from engine.request import EngineLoad, EngineRequest, StepOutput
@@ -23,10 +22,8 @@ from engine.tiers.report import TierReport
 from kvstore.hashing import index_key
 from kvstore.index import IndexPublisher
 from kvstore.registry import WorkerRecord
-from pagewire.grammar import GrammarError
 from pagewire.metrics import WorkerMetrics
 from pagewire.trace import new_error_id
-from pagewire.worker_view import WorkerDescription, WorkerFingerprint, WorkerRole
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -73,13 +70,11 @@ class EngineHost(Generic[T]):
         self._prepare = prepare
         self._on_step = on_step
         self._engine_loop = EngineLoop(engine, self._deliver)
+        self._grammar_intake = GrammarIntake(engine, self._engine_loop)
         self._threads = ThreadPoolExecutor(_NUM_TRANSFER_THREADS, thread_name_prefix="transfer")
         self._peer_threads = ThreadPoolExecutor(_NUM_PEER_THREADS, thread_name_prefix="peer")
         self.quarantine = Quarantine(self.kv_cache, self.announce)
-        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._adapter_thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        self._compiling: dict[str, asyncio.Task[None]] = {}
-        self._compilations: set[asyncio.Task[None]] = set()
         self._publisher: SequencedPublisher | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._flush_is_due = False
@@ -122,9 +117,7 @@ class EngineHost(Generic[T]):
 
     async def stop_engine(self) -> None:
         """Ends the device thread; what still runs fails. Returns after its last step was handed on."""
-        for task in self._compilations:
-            task.cancel()
-        await asyncio.gather(*self._compilations, return_exceptions=True)
+        await self._grammar_intake.cancel_all()
         await self.in_thread(self._engine_loop.stop)
         await asyncio.sleep(0)
 
@@ -134,8 +127,8 @@ class EngineHost(Generic[T]):
         self.flush_events()
         if self._publisher is not None:
             await self._publisher.stop()
-        for threads in (self._grammar_thread, self._adapter_thread):
-            await self.in_thread(partial(threads.shutdown, cancel_futures=True))
+        await self.in_thread(self._grammar_intake.close)
+        await self.in_thread(partial(self._adapter_thread.shutdown, cancel_futures=True))
         self._threads.shutdown(wait=True)
         self._peer_threads.shutdown(wait=True)
 
@@ -143,49 +136,12 @@ class EngineHost(Generic[T]):
         """Queues a request; raises RequestRefused. `adopted` blocks are the engine's in either case."""
         if request.params.structured_output is None:
             self._engine_loop.add(request)
-            return
-        try:
-            self.engine.check(request)
-        except RequestRefused:
-            self.engine.release_adopted(request)
-            raise
-        task = asyncio.get_running_loop().create_task(self._add_compiled(request), name="grammar")
-        self._compiling[request.request_id] = task
-        self._compilations.add(task)
-        task.add_done_callback(lambda task: self._compiled(task, request))
-
-    def _compiled(self, task: asyncio.Task[None], request: EngineRequest) -> None:
-        self._compilations.discard(task)
-        if task.cancelled():
-            self.engine.release_adopted(request)
-
-    async def _add_compiled(self, request: EngineRequest) -> None:
-        """Its grammar is compiled on a thread of its own, so that nobody else waits for it."""
-        request_id, structure = request.request_id, request.params.structured_output
-        if structure is None:
-            raise ValueError(f"request {request_id} has no structured output")
-        field, loop = "", asyncio.get_running_loop()
-        try:
-            grammar = await loop.run_in_executor(self._grammar_thread, self.engine.grammars.compile, structure)
-            self._compiling.pop(request_id, None)
-            self._engine_loop.add(replace(request, grammar=grammar))
-            return
-        except EngineError as error:
-            reason = str(error)  # the loop has released what was adopted
-        except Exception as error:
-            self.engine.release_adopted(request)
-            reason = str(error)
-            if isinstance(error, GrammarError):
-                field = f"params.structured_output.{structure.kind}"
-            else:
-                logger.exception("the grammar of request %s could not be compiled", request_id)
-        self._compiling.pop(request_id, None)
-        self._engine_loop.fail([request_id], reason, field=field)
+        else:
+            self._grammar_intake.add(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request within one step; unknown ids are fine."""
-        if (task := self._compiling.pop(request_id, None)) is not None:
-            task.cancel()  # if it waits for the thread it need not any more
+        self._grammar_intake.cancel(request_id)
         self._engine_loop.abort(request_id)
 
     async def in_thread(
@@ -294,29 +250,3 @@ class EngineHost(Generic[T]):
         num_preemptions = self.engine.scheduler.num_preemptions
         metrics.num_preemptions.inc(num_preemptions - self._num_preemptions)
         self._num_preemptions = num_preemptions
-
-
-def describe(
-    engine: Engine, *, role: WorkerRole, worker_id: str, incarnation: int, endpoint: str, model: str
-) -> WorkerDescription:
-    """Everything about a worker that is fixed for the life of its process."""
-    limits = engine.scheduler.config
-    return WorkerDescription(
-        worker_id=worker_id,
-        incarnation=incarnation,
-        role=role,
-        endpoint=endpoint,
-        model=model,
-        fingerprint=WorkerFingerprint(
-            root=engine.root,
-            layout_id=engine.layout_id,
-            numerics_class=engine.numerics_class,
-            block_size=engine.kv_cache.block_size,
-            block_bytes=(int(engine.memory.buffer.shape[1]),),
-        ),
-        max_model_len=limits.max_model_len,
-        num_blocks=engine.kv_cache.capacity,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        vocab_size=engine.config.vocab_size,
-    )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from engine.engine import Engine
-from engine.host import describe
 from engine.transfer.negotiate import wanted_planes
 from engine.transfer.plane import Plane
 from kvstore.events import Tier
@@ -18,7 +17,7 @@ from kvstore.registry import ModelRecord, WorkerRecord
 from kvstore.tokenizer_digest import tokenizer_digest
 from pagewire.config import EngineOptions, WorkerConfig
 from pagewire.ports import check_bindable
-from pagewire.worker_view import WorkerDescription
+from pagewire.worker_view import WorkerDescription, WorkerFingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +47,26 @@ def load_engine(options: EngineOptions) -> Engine:
 
 
 def describe_worker(engine: Engine, config: WorkerConfig, endpoint: str) -> WorkerDescription:
-    """The worker's description, with a new incarnation."""
-    return describe(
-        engine,
-        role=config.role,
+    """What is fixed for the life of the worker's process: a new incarnation."""
+    limits = engine.scheduler.config
+    return WorkerDescription(
         worker_id=config.worker_id or f"{config.role}-{secrets.token_hex(4)}",
         incarnation=secrets.randbits(63) | 1,
+        role=config.role,
         endpoint=endpoint,
         model=config.engine.served_model_name or Path(config.engine.model).name,
+        fingerprint=WorkerFingerprint(
+            root=engine.root,
+            layout_id=engine.layout_id,
+            numerics_class=engine.numerics_class,
+            block_size=engine.kv_cache.block_size,
+            block_bytes=(int(engine.memory.buffer.shape[1]),),
+        ),
+        max_model_len=limits.max_model_len,
+        num_blocks=engine.kv_cache.capacity,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        vocab_size=engine.config.vocab_size,
     )
 
 
