@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.errors import ModelError
 from engine.file_cache import exclusive
-from engine.model_config import ModelError
 from engine.safetensors_file import MappedFiles, TensorEntry, read_header, write_tensors
 from engine.weights_digest import Progress, weights_digest
 

@@ -20,8 +20,8 @@ from engine.decode_graphs import (
 from engine.decode_step import DecodeRow, DecodeStep
 from engine.device_sample_rows import needs_edits
 from engine.device_sampler import DeviceSampler, Draw
+from engine.errors import ModelError
 from engine.memory import KvMemory
-from engine.model_config import ModelError
 from engine.models.decoder import Decoder, Model
 from engine.runner import ModelRunner, StepDone
 from engine.sample import SampledToken, SampleRow

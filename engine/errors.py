@@ -1,6 +1,7 @@
-"""Why the engine does not take a request.
+"""Why the engine does not take a request, or does not start.
 
 EngineError
+├── ModelError (also a ValueError): the model directory can't be served
 ├── RequestRefused (also a ValueError): it can never run; names field, value and limit
 ├── EngineStopped: the loop has ended
 └── EngineDied: the engine has lost what it can't compute without
@@ -9,6 +10,10 @@ EngineError
 
 class EngineError(Exception):
     """Base of everything the engine raises on purpose."""
+
+
+class ModelError(EngineError, ValueError):
+    """The model directory can't be served: names the file, the field or tensor, and the value."""
 
 
 class RequestRefused(EngineError, ValueError):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine import kernels_package  # noqa: F401  (first: says plainly when `kernels` is not ours)
-from engine.model_config import Activation, ModelError
+from engine.errors import ModelError
+from engine.model_config import Activation
 from engine.plain_kernels import KernelSet, PlainKernels
 from kernels import cpu, reference
 from kernels.grouped import GroupedMatrix

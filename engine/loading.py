@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from engine.errors import ModelError
 from engine.kernel_set import ModelKernels
 from engine.lora.build import build_adapters, build_slots
 from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
 from engine.memory import KV_FORMATS
-from engine.model_config import ModelConfig, ModelError
+from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder, Model
 from engine.models.registry import load_model
 from engine.parallel.config import shard_config

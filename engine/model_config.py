@@ -1,7 +1,6 @@
-"""What a model is made of: one frozen description for all families, read from a Hugging Face config.json."""
+"""What a model is made of: one frozen description for all families, made of a Hugging Face configuration."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from engine.errors import EngineError
+from engine.errors import ModelError
+from engine.hf_config import check_head_dim, compute_dtype, first_id, positive, read_eos_token_ids, read_hf_config
 from engine.kept_config import kept_config
 from engine.longrope import read_phi_rope
 from engine.mla_config import MLA_FAMILIES, MlaConfig
@@ -22,8 +22,6 @@ from engine.rope import RopeConfig
 Activation = Literal["silu", "gelu_tanh"]
 
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-MAX_HEAD_DIM = 1024
-_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
@@ -39,10 +37,6 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 """Served architecture -> family. A multimodal one is served as its text model."""
 _WITH_EXPERTS = ("mixtral", "qwen3_moe", *MLA_FAMILIES)
-
-
-class ModelError(EngineError, ValueError):
-    """The model directory can't be served: names the file, the field or tensor, and the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,51 +155,6 @@ def load_model_config(path: Path | str, *, dtype: str = "auto", max_model_len: i
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
 
 
-def read_hf_config(directory: Path) -> Any:
-    """transformers' object. Raises ModelError."""
-    config_file = directory / "config.json"
-    if not directory.is_dir():
-        raise ModelError(f"{directory}: no such directory")
-    if not config_file.is_file():
-        raise ModelError(f"{config_file}: no such file; a model directory needs config.json and *.safetensors")
-    raw = read_json(config_file)
-    if raw.get("quantization_config") is not None:
-        try:
-            parse_quantization(
-                raw["quantization_config"]
-            )  # here: AutoConfig may import what it names, or fail otherwise
-        except ValueError as error:
-            raise ModelError(f"{config_file}: {error}") from error
-    from transformers import AutoConfig  # here: it costs a second, and tests of this file's errors need none of it
-
-    try:
-        return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds, none of which names the file
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
-        raise ModelError(f"{config_file}: {reason}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
-def compute_dtype(wanted: str, text: Any) -> torch.dtype:
-    if wanted == "auto":
-        stored = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
-        return _DTYPES.get(stored, torch.float32)
-    if wanted not in _DTYPES:
-        raise ModelError(f"dtype {wanted!r} is not supported; supported are auto, {', '.join(_DTYPES)}")
-    return _DTYPES[wanted]
-
-
 def _describe(
     directory: Path, architecture: str, hf: Any, text: Any, dtype: torch.dtype, max_model_len: int | None
 ) -> ModelConfig:
@@ -278,19 +227,6 @@ def _quantization(hf: Any) -> StoredFormat | None:
     return None if stored is None else parse_quantization(stored)
 
 
-def check_head_dim(head_dim: int) -> None:
-    """Raises ValueError above what the native kernels keep of a head on their stack."""
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {head_dim}; it must be at most {MAX_HEAD_DIM}")
-
-
-def positive(text: Any, name: str) -> int:
-    value = getattr(text, name, None)
-    if not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a positive integer")
-    return value
-
-
 def _layer_kinds(text: Any, num_layers: int) -> list[str]:
     """One of "full_attention", "sliding_attention" per layer."""
     window = getattr(text, "sliding_window", None)
@@ -322,23 +258,3 @@ def _layer_ropes(text: Any, num_layers: int) -> tuple[RopeConfig, ...]:
         for kind in sorted(set(kinds))
     }
     return tuple(per_kind[kind] for kind in kinds)
-
-
-def first_id(value: object) -> int | None:
-    first = value[0] if isinstance(value, list) and value else value
-    return first if isinstance(first, int) else None
-
-
-def read_eos_token_ids(directory: Path, hf: Any, text: Any) -> tuple[int, ...]:
-    """All ids that end a sequence: generation_config.json's, else the config's; in the order given, each once."""
-    generation_file = directory / "generation_config.json"
-    found: object = None
-    if generation_file.is_file():
-        found = read_json(generation_file).get("eos_token_id")
-    for source in (hf, text):
-        if found is None:
-            found = getattr(source, "eos_token_id", None)
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise ValueError(f"eos_token_id is {found!r}; it must be an integer or a list of them")
-    return tuple(dict.fromkeys(ids))

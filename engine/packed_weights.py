@@ -14,8 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from engine.errors import ModelError
 from engine.file_cache import exclusive, mark_used, prune
-from engine.model_config import ModelConfig, ModelError
+from engine.model_config import ModelConfig
 from engine.packed_group_sections import read_groups, write_groups
 from engine.section_file import SectionFile, SectionFileError, SectionWriter
 from engine.weight_source import DirectSource, Projection, WeightSource, naming, split

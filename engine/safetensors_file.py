@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.model_config import ModelError, read_json
+from engine.errors import ModelError
+from engine.hf_config import read_json
 
 _DTYPES = {
     "F64": torch.float64,

@@ -7,20 +7,18 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from engine.memory import CachedConfig
-from engine.model_config import (
-    ARCHITECTURES,
-    ModelConfig,
-    ModelError,
+from engine.errors import ModelError
+from engine.hf_config import (
     check_head_dim,
     compute_dtype,
     first_id,
-    load_model_config,
     positive,
     read_eos_token_ids,
     read_hf_config,
     read_json,
 )
+from engine.memory import CachedConfig
+from engine.model_config import ARCHITECTURES, ModelConfig, load_model_config
 from kvstore.hashing import canonical_json
 
 ModelImpl = Literal["auto", "pagewire", "transformers"]

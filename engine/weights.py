@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.cache_dir import default_cache_dir
 from engine.converted_weights import COMPUTE_NAMES, converted, dense_bytes
+from engine.errors import ModelError
 from engine.expert_tensors import by_expert
-from engine.model_config import ModelError
 from engine.parallel.shard import Shard
 from engine.quantized.cut import cut_matrix
 from engine.quantized.stored import StoredFormat, StoredMatrix

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 from engine.draft.book import DraftBook
 from engine.draft.drafter import Drafter
 from engine.draft.runner import DraftRunner
-from engine.errors import EngineError
+from engine.errors import EngineError, ModelError
 from engine.kernel_set import load_kernel_set
 from engine.loading import LoadedModel
 from engine.memory import KV_FORMATS, KvLayout, KvMemory
-from engine.model_config import ModelConfig, ModelError, load_model_config
+from engine.model_config import ModelConfig, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.registry import load_model
 from engine.transformers_config import ServedConfig

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.errors import ModelError
 from engine.lora.adapter import Adapter, ContentDigest, LoraMatrices
 from engine.lora.config import LoraConfig, read_lora_config
 from engine.lora.errors import AdapterError
-from engine.model_config import ModelConfig, ModelError
+from engine.model_config import ModelConfig
 from engine.safetensors_file import FileInMemory, TensorEntry
 from engine.weight_source import Projection
 from engine.weights import map_weights

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.errors import ModelError
+from engine.hf_config import read_json
 from engine.lora.errors import AdapterError
-from engine.model_config import ModelError, read_json
 
 CONFIG_FILE = "adapter_config.json"
 _MAX_CONFIG_BYTES, _MAX_ENTRIES = 4 << 20, 4096

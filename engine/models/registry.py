@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.cache_dir import default_cache_dir
+from engine.errors import ModelError
 from engine.kernel_set import ModelKernels
-from engine.model_config import ModelConfig, ModelError
+from engine.model_config import ModelConfig
 from engine.models import deepseek, gemma3, llama, mixtral, phi3, qwen2, qwen3
 from engine.models.decoder import Decoder
 from engine.packed_weights import build_packed, build_private

@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from engine.errors import ModelError
 from engine.kernel_set import ModelKernels
 from engine.memory import KvLayout, KvMemory
-from engine.model_config import ModelError
 from engine.models.transformers_model import ATTENTION, NotServable, TransformersModel, attend
 from engine.transformers_config import TransformersConfig
 from kernels.paged import PagedBatch

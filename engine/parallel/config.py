@@ -3,7 +3,8 @@
 import os
 from dataclasses import replace
 
-from engine.model_config import ModelConfig, ModelError
+from engine.errors import ModelError
+from engine.model_config import ModelConfig
 from engine.moe_config import MoeConfig
 from engine.parallel.shard import Shard, check_divisible
 from engine.transformers_config import TransformersConfig, load_config

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from engine.errors import ModelError
 from engine.memory import KvLayout
-from engine.model_config import ModelError
 from engine.parallel.messages import Loaded
 from engine.parallel.shard import Shard
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from engine.errors import EngineDied
+from engine.errors import EngineDied, ModelError
 from engine.memory import KvMemory
-from engine.model_config import ModelError
 from engine.models.decoder import Decoder, Model
 from engine.parallel.connection import limit_sending, shut_down, socket_of
 from engine.parallel.group import STEP_SECONDS, RankGroup

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from engine.model_config import ModelError
+from engine.errors import ModelError
 from engine.parallel.launch import Arrival
 from engine.parallel.named_socket import RankListener
 from engine.parallel.network import NetworkListener

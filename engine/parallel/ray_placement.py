@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.model_config import ModelError
+from engine.errors import ModelError
 from engine.sizing import available_memory
 
 _PATIENCE_SECONDS = 60.0

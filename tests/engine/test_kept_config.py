@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from engine.errors import ModelError
+from engine.hf_config import read_hf_config
 from engine.kept_config import KeptConfig, kept_config
-from engine.model_config import ModelError, load_model_config, read_hf_config
+from engine.model_config import load_model_config
 from engine.models.registry import FAMILIES
 
 Tiny = Callable[..., Path]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import ModelError
 from engine.kernel_set import load_kernel_set
-from engine.model_config import ModelError
 from kernels import cpu
 
 CODE = """
@@ -18,7 +18,7 @@ if {hidden}: sys.modules["pagewire_kernels_cpu"] = None
 import torch
 torch.set_num_threads(2)
 from engine.kernel_set import load_kernel_set, numerics_class
-from engine.model_config import ModelError
+from engine.errors import ModelError
 try:
     print(numerics_class(load_kernel_set("{name}", threads=2), torch.bfloat16), torch.get_num_threads())
 except ModelError as error:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model_config import ModelError, load_model_config
+from engine.errors import ModelError
+from engine.model_config import load_model_config
 from engine.rope import RopeConfig
 from tests.tiny_models import make_tiny_model
 

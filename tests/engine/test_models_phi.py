@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.errors import ModelError
 from engine.longrope import read_phi_rope
 from engine.lora.checkpoint import modules_of, read_adapter
-from engine.model_config import ModelError, load_model_config
+from engine.model_config import load_model_config
 from engine.rope import RopeConfig, inverse_frequencies
 from tests.engine.model_harness import KERNELS, TinyModel, hugging_face, hugging_face_logits, random_prompt
 from tests.engine.test_models import LONGROPE

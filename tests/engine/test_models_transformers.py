@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.engine import Engine
+from engine.errors import ModelError
 from engine.kernel_set import load_kernel_set
-from engine.model_config import ModelConfig, ModelError
+from engine.model_config import ModelConfig
 from engine.models import transformers_load, transformers_model
 from engine.models.transformers_model import TILE_ROWS, tiles
 from engine.transformers_config import TransformersConfig, load_config

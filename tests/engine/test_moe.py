@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.errors import ModelError
 from engine.kernel_set import load_kernel_set
 from engine.lora.checkpoint import modules_of, read_adapter
 from engine.lora.errors import AdapterError
-from engine.model_config import ModelError, load_model_config
+from engine.model_config import load_model_config
 from engine.models.registry import load_model
 from engine.moe_config import MoeConfig
 from kernels import cpu

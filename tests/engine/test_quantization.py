@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
+from engine.errors import ModelError
 from engine.kernel_set import load_kernel_set
-from engine.model_config import ModelError
 from engine.models.registry import load_model
 from engine.weights_digest import weights_digest
 from kernels import cpu

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import EngineError, ModelError
 from engine.kernel_set import load_kernel_set
-from engine.model_config import ModelError, load_model_config
+from engine.model_config import load_model_config
 from engine.models.decoder import EMBEDDING
 from engine.models.registry import load_model
 from engine.quantized.config import parse_quantization

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.cache_dir import default_cache_dir
+from engine.errors import ModelError
 from engine.kernel_set import load_kernel_set
-from engine.model_config import ModelError, load_model_config
+from engine.model_config import load_model_config
 from engine.models.registry import load_model
 from engine.safetensors_file import find_tensors
 from engine.weights import open_weights

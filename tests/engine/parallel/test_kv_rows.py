@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.errors import ModelError
 from engine.memory import KvLayout, KvMemory
-from engine.model_config import ModelError
 from engine.parallel.heads import KvHeads
 from engine.parallel.known_blocks import KnownBlocks
 from engine.parallel.kv_rows import put_rows, take_rows

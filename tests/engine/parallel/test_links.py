@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from engine import build
-from engine.errors import EngineDied
-from engine.model_config import ModelError
+from engine.errors import EngineDied, ModelError
 from engine.parallel import named_socket, rank, ranks
 from engine.parallel.connection import limit_sending
 from engine.parallel.launch import Arrival, ChildProcesses

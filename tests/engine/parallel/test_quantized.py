@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from engine.build import quantization_name
+from engine.errors import ModelError
 from engine.gguf import packed_directory
-from engine.model_config import ModelError, load_model_config
+from engine.model_config import load_model_config
 from engine.models.registry import load_model
 from engine.parallel.config import shard_config
 from engine.parallel.shard import Cut

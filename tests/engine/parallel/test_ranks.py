@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.errors import EngineDied
-from engine.model_config import ModelError, load_model_config
+from engine.errors import EngineDied, ModelError
+from engine.model_config import load_model_config
 from engine.parallel.config import check_parallel, shard_config
 from engine.parallel.group import RankGroup
 from kernels import cpu

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from engine.errors import EngineDied
-from engine.model_config import ModelError
+from engine.errors import EngineDied, ModelError
 from engine.parallel.ray_placement import place
 from pagewire.sampling import SamplingParams
 from tests.decode_svc.harness import make_engine

@@ -15,9 +15,8 @@ import torch
 from engine.build import build_parts
 from engine.device_sampler import DeviceSampler
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import EngineError, ModelError
 from engine.kernel_set import load_kernel_set
-from engine.model_config import ModelError
 from kernels.triton import device as triton_device
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
