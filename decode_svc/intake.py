@@ -21,8 +21,8 @@ from engine.request import EngineRequest
 from engine.transfer.frames import FrameError
 from engine.transfer.plane import CorruptBlock, PlaneUnavailable, StaleBlock
 from pagewire.errors import KvLoadFailed, PagewireError
-from pagewire.metrics import WorkerMetrics
 from pagewire.trace import log_fields
+from pagewire.worker_metrics import WorkerMetrics
 from pagewire.worker_view import PrefixSource
 from transfer_svc.client import Attached, PulledEnd
 from transfer_svc.fetch import PrefixFetcher

@@ -22,8 +22,8 @@ from engine.tiers.report import TierReport
 from kvstore.hashing import index_key
 from kvstore.index import IndexPublisher
 from kvstore.registry import WorkerRecord
-from pagewire.metrics import WorkerMetrics
 from pagewire.trace import new_error_id
+from pagewire.worker_metrics import WorkerMetrics
 
 T = TypeVar("T")
 R = TypeVar("R")

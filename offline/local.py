@@ -10,8 +10,8 @@ from engine.engine import Engine
 from engine.host import EngineHost
 from offline.engine_life import EngineLives
 from pagewire.config import EngineOptions
-from pagewire.metrics import WorkerMetrics
 from pagewire.text.tokenizer import Tokenizer
+from pagewire.worker_metrics import WorkerMetrics
 from pagewire.worker_view import AdapterLabel
 from router.model import ModelFacts
 from router.pipeline import Pipeline

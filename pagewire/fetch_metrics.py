@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-_LABELS = ("model_name",)
+from pagewire.metrics import LABELS
 
 
 class FetchMetrics:
@@ -10,7 +10,7 @@ class FetchMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, (*_LABELS, *labels), registry=registry)
+            return Counter(name, text, (*LABELS, *labels), registry=registry)
 
         self._name = model_name
         self._hit_tokens = counter("pagewire:hit_tokens", "Prompt tokens not computed, by where they were.", "source")
@@ -36,7 +36,7 @@ class FetchMetrics:
             model_name
         )
         self.num_lent_tickets = Gauge(
-            "pagewire:num_lent_tickets", "Tickets over cached blocks.", _LABELS, registry=registry
+            "pagewire:num_lent_tickets", "Tickets over cached blocks.", LABELS, registry=registry
         ).labels(model_name)
 
     def hit(self, source: str, num_tokens: int) -> None:

@@ -17,7 +17,8 @@ from pagewire.config import RouterConfig
 from pagewire.foreign.smg import vllm_engine_pb2_grpc
 from pagewire.grants import AREAS_ON_ROUTER
 from pagewire.health import HealthServicer
-from pagewire.metrics import MetricsServer, RouterMetrics, RpcMetrics
+from pagewire.metrics import MetricsServer, RpcMetrics
+from pagewire.router_metrics import RouterMetrics
 from pagewire.security import Security
 from pagewire.tracing import make_tracer
 from pagewire.v1 import admin_pb2_grpc, inference_pb2_grpc

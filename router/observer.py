@@ -1,7 +1,7 @@
 """What a request's life adds to the metrics."""
 
 from pagewire.errors import PagewireError
-from pagewire.metrics import RouterMetrics
+from pagewire.router_metrics import RouterMetrics
 from router.placement import Placement
 from router.request import Piece, Summary
 

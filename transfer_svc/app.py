@@ -15,11 +15,11 @@ from engine.worker_setup import describe_worker, make_publisher
 from pagewire.config import WorkerConfig
 from pagewire.fetch_metrics import FetchMetrics
 from pagewire.foreign.smg import vllm_engine_pb2_grpc
-from pagewire.metrics import WorkerMetrics
 from pagewire.tls import TlsFiles
 from pagewire.vllm_engine import SERVICE_NAME as VLLM_ENGINE
 from pagewire.vllm_engine.model_card import ModelCard
 from pagewire.vllm_engine.worker_facade import WorkerVllmEngine
+from pagewire.worker_metrics import WorkerMetrics
 from pagewire.worker_process import WorkerServer
 from transfer_svc.fetch_offers import FetchSettings
 from transfer_svc.service import SERVICE_NAME as TRANSFER_SERVICE

@@ -17,7 +17,7 @@ from engine.host import EngineHost
 from engine.request import AdapterId, StepOutput
 from engine.transfer.plane import block_bytes
 from pagewire.fetch_metrics import FetchMetrics
-from pagewire.metrics import WorkerMetrics
+from pagewire.worker_metrics import WorkerMetrics
 from pagewire.worker_view import PrefixSource
 from transfer_svc.fetch_offers import FetchSettings, Offer, Offers
 from transfer_svc.peers import PeerTable

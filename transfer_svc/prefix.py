@@ -19,7 +19,7 @@ from engine.transfer.frames import ZERO_KEY, BlockFrame, FrameError
 from engine.transfer.landing import Landing
 from engine.transfer.plane import BLOCKS_PER_READ, BlockReceiver, Plane, block_bytes
 from kvstore.kv_groups import HeldBlocks
-from pagewire.metrics import WorkerMetrics
+from pagewire.worker_metrics import WorkerMetrics
 from transfer_svc.client import PulledEnd, ReadyBlocks
 from transfer_svc.reservations import Reservation, Reservations
 from transfer_svc.tier_prefix import load_from_tiers

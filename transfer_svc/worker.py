@@ -30,7 +30,7 @@ from kvstore.block_store import StoreError
 from pagewire.admission_queue import AdmissionQueue
 from pagewire.errors import InvalidArgument
 from pagewire.fetch_metrics import FetchMetrics
-from pagewire.metrics import WorkerMetrics
+from pagewire.worker_metrics import WorkerMetrics
 from pagewire.worker_view import AdapterView, LoadSnapshot, StatusSnapshot, WorkerDescription
 from transfer_svc.adapters import WorkerAdapters
 from transfer_svc.fetch import PrefixFetcher

@@ -1,7 +1,7 @@
 """What the tiers have and did, as metrics."""
 
 from engine.tiers.kv_tiers import KvTiers
-from pagewire.metrics import WorkerMetrics
+from pagewire.worker_metrics import WorkerMetrics
 
 
 class TierReport:

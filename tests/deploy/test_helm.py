@@ -170,7 +170,7 @@ def test_the_autoscaler_counts_what_workers_expose() -> None:
     objects = rendered("everything")
     (metric,) = objects["HorizontalPodAutoscaler/demo-pagewire-decode"]["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
-    assert f'"{name.replace("vllm_", "vllm:")}"' in (ROOT / "pagewire/metrics.py").read_text()
+    assert f'"{name.replace("vllm_", "vllm:")}"' in (ROOT / "pagewire/worker_metrics.py").read_text()
     assert "replicas" not in objects["StatefulSet/demo-pagewire-decode"]["spec"], "it is the autoscaler's"
     monitor = objects["ServiceMonitor/demo-pagewire"]["spec"]
     scraped = [name for name, each in objects.items() if each["kind"] == "Service"

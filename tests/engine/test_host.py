@@ -13,8 +13,8 @@ from engine.request import EngineRequest, StepOutput
 from engine.sequence import Schedule
 from kvstore.events import CacheEvent
 from kvstore.registry import WorkerRecord
-from pagewire.metrics import WorkerMetrics
 from pagewire.sampling import SamplingParams
+from pagewire.worker_metrics import WorkerMetrics
 from tests.engine.fake_engine import fake_engine
 
 LONG = SamplingParams(max_tokens=None, ignore_eos=True)

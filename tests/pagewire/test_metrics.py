@@ -9,8 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from pagewire.fetch_metrics import FetchMetrics
-from pagewire.metrics import MetricsServer, RouterMetrics, RpcMetrics, TokenMetrics, WorkerMetrics
+from pagewire.metrics import MetricsServer, RpcMetrics
 from pagewire.ports import BindError
+from pagewire.router_metrics import RouterMetrics, TokenMetrics
+from pagewire.worker_metrics import WorkerMetrics
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pagewire.errors import PagewireError
-from pagewire.metrics import RouterMetrics
+from pagewire.router_metrics import RouterMetrics
 from router.breaker import BreakerPolicy, Breakers, BreakerState
 from tests.router.scripted_workers import Script, ScriptedDecode, ScriptedPrefill
 from tests.router.system import a_system, wanted

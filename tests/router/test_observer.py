@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from pagewire.metrics import RouterMetrics
+from pagewire.router_metrics import RouterMetrics
 from router.observer import RequestObserver
 from router.placement import Placement, Worker
 from router.request import Summary

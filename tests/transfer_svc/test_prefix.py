@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from engine.host import EngineHost
 from engine.transfer.landing import Landing
 from engine.transfer.plane import Plane, PlaneUnavailable, RemoteBlock
-from pagewire.metrics import WorkerMetrics
+from pagewire.worker_metrics import WorkerMetrics
 from tests.decode_svc.harness import until
 from tests.engine.fake_engine import fake_engine
 from transfer_svc.client import ReadyBlocks
