@@ -66,7 +66,8 @@ class EngineOptions(Frozen):
     )
     packed_cache_bytes: Annotated[ByteCount, Field(ge=0)] = option(
         64 << 30,
-        "Keep packed weights in the cache directory up to this size; the longest unused go first, those in use stay.",
+        "Keep packed weights in the cache directory up to this size in bytes; the longest unused go first, those in "
+        "use stay.",
         panel=_ENGINE,
         metavar="BYTES",
         shown_default="64GiB",
@@ -74,7 +75,7 @@ class EngineOptions(Frozen):
     block_size: int = option(16, "Tokens per KV block.", panel=_ENGINE, metavar="TOKENS", ge=1, le=256)
     kv_cache_memory_bytes: Annotated[ByteCount, Field(ge=1)] | None = option(
         None,
-        "Size of the KV pool; 512MiB and 2G work too.",
+        "Size of the KV pool in bytes; 512MiB and 2G work too.",
         panel=_ENGINE,
         metavar="BYTES",
         shown_default="kv-cache-memory-share; on cuda gpu-memory-utilization",
@@ -109,7 +110,7 @@ class EngineOptions(Frozen):
         le=1 << 20,
     )
     max_num_seqs: int = option(64, "Most sequences in one engine step.", panel=_ENGINE, metavar="N", ge=1, le=4096)
-    enable_prefix_caching: bool = option(True, "Keep KV blocks for reuse.", panel=_PREFIX_CACHE, shown_default="on")
+    enable_prefix_caching: bool = option(True, "Keep KV blocks for reuse.", panel=_PREFIX_CACHE)
     disable_hybrid_kv_cache_manager: bool = option(
         False,
         "Layers with a sliding window keep the KV of the whole sequence, as all others do. All workers of a model must "
@@ -133,7 +134,10 @@ class EngineOptions(Frozen):
         shown_default="off",
     )
     kv_disk_size: Annotated[GibCount, Field(ge=1)] | None = option(
-        None, "Most a process writes there, in GiB; 512MiB works too.", panel=_PREFIX_CACHE, metavar="GIB"
+        None,
+        "Most that a process keeps in kv-disk-path, in GiB; 512MiB works too. Needed with it.",
+        panel=_PREFIX_CACHE,
+        metavar="GIB",
     )
     kv_store_url: RedisUrl | None = option(
         None,
@@ -145,7 +149,7 @@ class EngineOptions(Frozen):
     )
     kv_store_size: Annotated[GibCount, Field(ge=1)] | None = option(
         None,
-        "Most that all workers of a model together keep there, in GiB; 512MiB works too.",
+        "Most that all workers of a model together keep in kv-store-url, in GiB; 512MiB works too. Needed with it.",
         panel=_PREFIX_CACHE,
         metavar="GIB",
     )

@@ -131,7 +131,13 @@ class WorkerConfig(ProcessConfig):
     max_queued_requests: int = option(
         256, "Requests that may wait; more are refused with a time to retry.", panel=_LIMITS, metavar="N", ge=1
     )
-    max_queued_tokens: int = option(1_000_000, "Prompt tokens that may wait.", panel=_LIMITS, metavar="TOKENS", ge=1)
+    max_queued_tokens: int = option(
+        1_000_000,
+        "Prompt tokens that may wait; more are refused with a time to retry.",
+        panel=_LIMITS,
+        metavar="TOKENS",
+        ge=1,
+    )
 
     @model_validator(mode="after")
     def _check_holds(self) -> Self:

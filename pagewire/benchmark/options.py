@@ -51,19 +51,21 @@ class ServeBenchOptions(BaseModel):
     ramp_up_strategy: RampUp | None = option(
         None, "Let the rate grow with each request, instead of request-rate.", panel=_LOAD, shown_default="none"
     )
-    ramp_up_start_rps: Rate | None = option(None, "Where it begins.", panel=_LOAD, metavar="R", shown_default="none")
-    ramp_up_end_rps: Rate | None = option(None, "Where it ends.", panel=_LOAD, metavar="R", shown_default="none")
+    ramp_up_start_rps: Rate | None = option(
+        None, "Requests per second at its start.", panel=_LOAD, metavar="R", shown_default="none"
+    )
+    ramp_up_end_rps: Rate | None = option(None, "And at its end.", panel=_LOAD, metavar="R", shown_default="none")
     max_concurrency: Length | None = option(
         None, "Most requests in flight.", panel=_LOAD, metavar="N", shown_default="no limit"
     )
-    seed: Count = option(0, "Of arrivals and of the dataset.", panel=_LOAD, metavar="N")
+    seed: Count = option(0, "Fixes arrivals and prompts.", panel=_LOAD, metavar="N")
     num_warmups: Count = option(
         0, "Before the clock starts: the first request, so many times.", panel=_LOAD, metavar="N"
     )
     ready_check_timeout_sec: Annotated[float, Field(ge=0, le=86400)] = option(
-        0.0, "Wait as long for the system to answer.", panel=_LOAD, metavar="SECONDS"
+        0.0, "Wait so long for the system to answer.", panel=_LOAD, metavar="SECONDS"
     )
-    request_id_prefix: str = option("bench-", "Of the requests' ids.", panel=_LOAD, metavar="TEXT")
+    request_id_prefix: str = option("bench-", "How the requests' ids begin.", panel=_LOAD, metavar="TEXT")
     disable_tqdm: bool = option(False, "No progress bar.", panel=_LOAD)
 
     dataset_name: Annotated[DatasetName, BeforeValidator(_underscores)] = option(
@@ -73,23 +75,26 @@ class ServeBenchOptions(BaseModel):
         None, "For custom: a file with one JSON object a line.", panel=_DATA, metavar="FILE", shown_default="none"
     )
     input_len: Length | None = option(
-        None, "Sets random-input-len; for dataset random alone.", panel=_DATA, metavar="N", shown_default="none"
+        None, "Sets random-input-len; for dataset random alone.", panel=_DATA, metavar="TOKENS", shown_default="none"
     )
     output_len: Length | None = option(
-        None, "Sets the dataset's output length.", panel=_DATA, metavar="N", shown_default="none"
+        None, "Sets the dataset's output length.", panel=_DATA, metavar="TOKENS", shown_default="none"
     )
-    random_input_len: Length = option(1024, "Prompt.", panel=_DATA, metavar="N")
-    random_output_len: Length = option(128, "Output.", panel=_DATA, metavar="N")
+    random_input_len: Length = option(1024, "Length of a prompt.", panel=_DATA, metavar="TOKENS")
+    random_output_len: Length = option(128, "Length of an output.", panel=_DATA, metavar="TOKENS")
     random_range_ratio: Annotated[float, Field(ge=0, lt=1)] = option(
         0.0, "Lengths are drawn from (1 ± R) of the above.", panel=_DATA, metavar="R"
     )
-    random_prefix_len: Count = option(0, "Tokens before it that all prompts share.", panel=_DATA, metavar="N")
-    prefix_repetition_prefix_len: Length = option(256, "Shared prefix.", panel=_DATA, metavar="N")
-    prefix_repetition_suffix_len: Length = option(256, "What is a prompt's own.", panel=_DATA, metavar="N")
+    random_prefix_len: Count = option(0, "Beginning that all prompts share, on top.", panel=_DATA, metavar="TOKENS")
+    prefix_repetition_prefix_len: Length = option(256, "Length of a prefix.", panel=_DATA, metavar="TOKENS")
+    prefix_repetition_suffix_len: Length = option(256, "Length of a prompt's own end.", panel=_DATA, metavar="TOKENS")
     prefix_repetition_num_prefixes: Length = option(10, "Different prefixes.", panel=_DATA, metavar="N")
-    prefix_repetition_output_len: Length = option(128, "Output.", panel=_DATA, metavar="N")
+    prefix_repetition_output_len: Length = option(128, "Length of an output.", panel=_DATA, metavar="TOKENS")
     custom_output_len: Annotated[int, Field(ge=-1)] = option(
-        256, "Output, where a line has no output_tokens; -1 demands that it has.", panel=_DATA, metavar="N"
+        256,
+        "Length of the output, where a line has no output_tokens; -1 demands that it has.",
+        panel=_DATA,
+        metavar="TOKENS",
     )
     disable_shuffle: bool = option(False, "Keep the file's order.", panel=_DATA)
     no_oversample: bool = option(False, "Send a short file's prompts once.", panel=_DATA)
@@ -125,17 +130,17 @@ class ServeBenchOptions(BaseModel):
     report: bool = option(
         False, "Write a PNG and an HTML page beside the result: distributions and a timeline.", panel=_RESULT
     )
-    result_dir: Path = option(Path("."), "Where to.", panel=_RESULT, metavar="DIR")
+    result_dir: Path = option(Path("."), "Directory of the files.", panel=_RESULT, metavar="DIR")
     result_filename: str | None = option(
         None, "Name of the JSON file.", panel=_RESULT, metavar="NAME", shown_default="made of label, rate, model, date"
     )
     label: str | None = option(None, "Name of this run.", panel=_RESULT, metavar="TEXT", shown_default="the backend")
 
     base_url: str | None = option(None, "Instead of host and port.", panel=_HTTP, metavar="URL", shown_default="none")
-    host: str = option("127.0.0.1", "Server.", panel=_HTTP, metavar="HOST")
-    port: Port = option(8000, "Server.", panel=_HTTP, metavar="N")
+    host: str = option("127.0.0.1", "The server's address.", panel=_HTTP, metavar="HOST")
+    port: Port = option(8000, "The server's port.", panel=_HTTP, metavar="PORT")
     endpoint: str | None = option(
-        None, "Path.", panel=_HTTP, metavar="PATH", shown_default="/v1/completions or /v1/chat/completions"
+        None, "Path of the URL.", panel=_HTTP, metavar="PATH", shown_default="/v1/completions or /v1/chat/completions"
     )
 
     @model_validator(mode="after")

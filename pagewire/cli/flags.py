@@ -19,17 +19,42 @@ def fields_of(*classes: type[BaseModel]) -> dict[str, FieldInfo]:
     return fields
 
 
+def _kinds(annotation: Any) -> list[Any]:
+    """The type itself, or those of one that may be left out."""
+    arguments = get_args(annotation)
+    return list(arguments) if type(None) in arguments else [annotation]
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    return next((get_args(kind) for kind in _kinds(annotation) if get_origin(kind) is Literal), ())
+
+
+def _limits(field: FieldInfo) -> str:
+    """The range of a number that has an upper end: "1 … 256", "over 0, at most 1"."""
+    metadata = [*field.metadata]
+    for kind in _kinds(field.annotation):
+        for each in getattr(kind, "__metadata__", ()):
+            metadata += getattr(each, "metadata", [each])
+    found = {name: getattr(each, name) for each in metadata for name in ("ge", "gt", "le", "lt") if hasattr(each, name)}
+    if "le" in found:
+        return f"{found['ge']} … {found['le']}" if "ge" in found else f"over {found['gt']}, at most {found['le']}"
+    return f"{found['ge']} … less than {found['lt']}" if {"ge", "lt"} <= found.keys() else ""
+
+
 def _parameter(name: str, field: FieldInfo, *, can_switch_off: bool) -> inspect.Parameter:
     extra = field.json_schema_extra
     assert isinstance(extra, dict)
     flag = f"--{name.replace('_', '-')}"
-    is_switch = field.annotation in (bool, bool | None)
+    is_switch = bool in _kinds(field.annotation)
     can_switch_off = can_switch_off or field.default is None  # what is neither on nor off has two ways to be set
-    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    default = extra["shown_default"] or ("" if field.default in (None, ()) else str(field.default))
+    choices = _choices(field.annotation)
+    default = str(extra["shown_default"])
+    if not default and field.default not in (None, ()):
+        default = ("off", "on")[field.default] if is_switch else str(field.default)
     # Choices go into the text: as a metavar they would take the column that the flags' names need at 80 characters.
     help_text = str(field.description)
-    help_text += f" [dim]{'|'.join(choices)}[/dim]" if choices else ""
+    if values := "|".join(choices) or _limits(field):
+        help_text += f" [dim]{values}[/dim]"
     if field.is_required():
         help_text += " [dim]\\[required][/dim]"
     elif default and (can_switch_off or not is_switch):

@@ -59,15 +59,17 @@ COMMANDS = ("up", "router", "prefill", "decode", "generate", "chat", "convert", 
 
 
 @pytest.mark.parametrize("command", ["up", "prefill", "decode", "router"])
-def test_help_groups_options_and_shows_defaults(command: str) -> None:
-    text = " ".join(pagewire(command, "--help", COLUMNS="200").stdout.split())
+def test_help_groups_options_and_shows_limits_and_defaults(command: str) -> None:
+    text = " ".join(pagewire(command, "--help", COLUMNS="250").stdout.split())
     assert "Network" in text
     assert "Security" in text
-    assert "[default: 30.0]" in text
+    assert "over 0, at most 86400 [default: 30.0]" in text
+    assert "0 … 65535 [default: off]" in text
     if command != "router":
         assert "--max-num-batched-tokens" in text
-        assert "[default: 512]" in text
+        assert "1 … 1048576 [default: 512]" in text
         assert "--no-enable-prefix-caching" in text
+        assert "Keep KV blocks for reuse. [default: on]" in text
 
 
 def test_importing_the_cli_is_light() -> None:
