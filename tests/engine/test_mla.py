@@ -26,7 +26,7 @@ from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
 from tests.decode_svc.harness import make_engine
 from tests.engine.model_harness import KERNELS, TinyModel, random_prompt
-from tests.quantized_checkpoints import gptq, quantized_copy
+from tests.quantized_checkpoints import Recipe, fp8_blocks, gptq, quantized_copy
 from tests.tiny_adapters import make_adapter, merge
 
 Tiny = Callable[..., Path]
@@ -160,10 +160,19 @@ def test_absorbed_matrices_are_packed_once_and_mapped(tiny_model: Tiny, tmp_path
 
 
 @pytest.mark.parametrize("kernels", KERNELS[1:])
-def test_a_quantized_checkpoint_counts_as_what_it_stands_for(tiny_model: Tiny, tmp_path: Path, kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("deepseek_v2", gptq(group_size=-1, act_order=True, kept=("lm_head", "mlp.gate."))),
+        ("deepseek_v3", fp8_blocks((128, 128), kept=("lm_head", "mlp.gate."))),  # as its own checkpoint is
+    ],
+    ids=["gptq", "fp8 by block"],
+)
+def test_a_quantized_checkpoint_counts_as_what_it_stands_for(
+    tiny_model: Tiny, tmp_path: Path, family: str, recipe: Recipe, kernels: str
+) -> None:
     """Also of the matrices that are cut by head, transposed and absorbed."""
-    recipe = gptq(group_size=-1, act_order=True, kept=("lm_head", "mlp.gate."))
-    quantized, dense = quantized_copy(tiny_model("deepseek_v2", seed=1), tmp_path, recipe)
+    quantized, dense = quantized_copy(tiny_model(family, seed=1), tmp_path, recipe)
     tokens = random_prompt(20, seed=3)
     expected, found = (TinyModel(path, kernels=kernels).logits(tokens) for path in (dense, quantized))
     assert (found - expected).abs().max() < 1e-3

@@ -88,7 +88,7 @@ def product(x: Tensor, weight: GroupedMatrix) -> tuple[Tensor, Tensor]:
 
 
 def test_no_rows_have_no_result(native: NativeKernels) -> None:
-    """Of every kind of weight; it used to end the process."""
+    """Of every kind of weight; the result is empty, and the process lives on."""
     x = torch.empty(0, 64)
     quantizations: tuple[Quantization | None, ...] = (None, "int8", "w8a8")
     for quantization in quantizations:
