@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ from kernels.tiled import TiledKernels
 __all__ = ["KernelSet", "ModelKernels", "load_kernel_set", "numerics_class"]
 
 logger = logging.getLogger(__name__)
-
-KernelsName = Literal["auto", "native", "torch", "reference", "triton"]
 
 
 class ModelKernels(Protocol):

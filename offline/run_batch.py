@@ -128,7 +128,7 @@ class _Run:
     async def _work(self, lines: Iterator[tuple[int, bytes | None]]) -> None:
         for number, line in lines:
             try:
-                request = self._take(number, line)
+                request = self._take(line)
             except BadLine as bad:
                 if number not in self._output.answered.bad_lines:
                     self._write_bad(number, bad)
@@ -139,7 +139,7 @@ class _Run:
             # Lines that are skipped must not keep the others waiting.
             await asyncio.sleep(0)
 
-    def _take(self, number: int, line: bytes | None) -> BatchRequest | None:
+    def _take(self, line: bytes | None) -> BatchRequest | None:
         """The request, or None if it has its answer. Raises BadLine."""
         request = parse_line(line)
         key = digest(request.custom_id)
