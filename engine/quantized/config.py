@@ -112,7 +112,7 @@ def _fp8(fields: Fields) -> StoredFormat:
 
 def _compressed(fields: Fields) -> StoredFormat:
     fields.absent("transform_config")
-    if fields.get("kv_cache_scheme"):  # its scales are not used (engine/static_kv_scales.py says so); the cache has its own
+    if fields.get("kv_cache_scheme"):  # left alone (engine/static_kv_scales.py): the cache has its own
         scheme = fields.object("kv_cache_scheme")
         scheme.one_of("type", ("float",))
         scheme.one_of("num_bits", (8,))
