@@ -136,7 +136,9 @@ def test_infer_with_constraints(client: triton.InferenceServerClient, grpc: Clie
 
 
 @pytest.mark.parametrize("with_empty_final", [False, True])
-def test_stream(client: triton.InferenceServerClient, grpc: Client, with_empty_final: bool) -> None:
+def test_a_stream_brings_the_text_in_parts_and_its_end_last(
+    client: triton.InferenceServerClient, grpc: Client, with_empty_final: bool
+) -> None:
     """Of so many tokens that a busy machine cannot make one message."""
     wanted = grpc.complete(PROMPT, temperature=0, max_tokens=200, ignore_eos=True)
     sampling = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}

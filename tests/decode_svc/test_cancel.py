@@ -174,7 +174,7 @@ async def test_transfers_that_together_exceed_the_pool_all_end(model):
         assert await asyncio.wait_for(workers.run_all(work), 30) == expected
 
 
-async def test_deadline(model):
+async def test_a_request_that_meets_its_deadline_leaves_nothing(model):
     async with cluster(model) as workers:
         gate = Gate(workers.decode_engine)
         request = decode_pb2.DecodeRequest(request=workers.request(PROMPT, greedy(50)))

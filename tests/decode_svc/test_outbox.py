@@ -44,7 +44,7 @@ async def test_a_slow_reader_gets_several_steps_at_once_and_the_rest_after_close
     assert await outbox.take() is None
 
 
-async def test_too_slow():
+async def test_a_reader_that_is_too_slow_is_told_so():
     outbox = Outbox(max_pending_tokens=2)
     for index in range(3):
         outbox.add(1, token(index))

@@ -64,7 +64,7 @@ def test_generate_errors(cluster: Cluster) -> None:
     one_line(pagewire("generate", "", "--target", cluster.target), "text")
 
 
-def test_status(cluster: Cluster) -> None:
+def test_status_shows_every_role(cluster: Cluster) -> None:
     done = pagewire("status", "--target", cluster.target)
     assert done.returncode == 0, done.stderr
     assert "prefill" in done.stdout

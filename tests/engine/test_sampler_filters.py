@@ -53,7 +53,7 @@ LOGITS = [math.log(p) for p in PROBABILITIES]
         (SamplingParams(min_p=0.45, top_p=0.75), [1, 3]),
     ],
 )
-def test_what_stays(params: SamplingParams, kept: list[int]) -> None:
+def test_filters_leave_exactly_these_tokens(params: SamplingParams, kept: list[int]) -> None:
     assert _kept(LOGITS, params) == kept
 
 

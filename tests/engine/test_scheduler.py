@@ -182,7 +182,7 @@ def test_a_sampling_error_fails_its_request_alone() -> None:
     harness.check_idle()
 
 
-def test_load() -> None:
+def test_the_load_counts_what_runs_waits_and_is_still_to_prefill() -> None:
     harness = Harness(max_num_batched_tokens=8, max_num_seqs=2, num_blocks=16)
     assert harness.scheduler.load() == EngineLoad(0, 0, 0, 16, 16)
     for name in "abc":

@@ -36,7 +36,7 @@ ASKED: dict[str, Any] = {
         ({"kv_cache_memory_bytes": 1_000, "max_model_len": 16}, PoolSize(1, 16)),
     ],
 )
-def test_sizes(changes: dict[str, Any], size: PoolSize) -> None:
+def test_the_pools_size_follows_from_what_is_asked(changes: dict[str, Any], size: PoolSize) -> None:
     assert size_pool(**{**ASKED, **changes}) == size
 
 

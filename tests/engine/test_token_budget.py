@@ -22,7 +22,7 @@ from engine.token_budget import share_fairly, water_fill
         (100, [3, 1, 7], [3, 1, 7]),
     ],
 )
-def test_shares(budget: int, demands: list[int], shares: list[int]) -> None:
+def test_a_budget_serves_small_demands_first(budget: int, demands: list[int], shares: list[int]) -> None:
     assert water_fill(budget, demands) == shares
 
 

@@ -402,7 +402,7 @@ def test_what_leads_to_one_database_is_known(one: str, other: str, shared: bool)
     assert RedisTarget.parse(other).shares_database(RedisTarget.parse(one)) is shared
 
 
-def test_urls() -> None:
+def test_urls_of_every_kind_of_redis() -> None:
     def parse(url: str) -> tuple[object, ...]:
         target = RedisTarget.parse(url)
         return target.kind, target.nodes, target.tls, target.db, target.username, target.password

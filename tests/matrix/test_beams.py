@@ -61,7 +61,7 @@ def by_the_rules(oracle: Any, prompt: list[int], search: BeamSearch, max_tokens:
 
 
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
-def test_the_rules(oracle: Any, search: BeamSearch) -> None:
+def test_the_rules_as_written_are_hugging_faces(oracle: Any, search: BeamSearch) -> None:
     for prompt in PROMPTS:
         state = by_the_rules(oracle, prompt, search, 14)
         wanted = hugging_face(oracle, prompt, search, 14)
@@ -117,7 +117,7 @@ async def test_on_an_engine_in_this_process(oracle: Any, model: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode", "migrates"), [(1, 1, False), (2, 2, True)])
-async def test_on_workers(
+async def test_beams_on_workers_are_hugging_faces(
     oracle: Any, model: Path, num_prefill: int, num_decode: int, migrates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with system(model, num_prefill=num_prefill, num_decode=num_decode) as running:

@@ -183,7 +183,7 @@ def test_prompt_that_is_no_unicode(target: str) -> None:
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["status"]])
-def test_nobody_there(command: list[str]) -> None:
+def test_without_a_server_a_command_says_so_in_one_line(command: list[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -82,7 +82,7 @@ def test_every_form_of_prompt_and_every_option_arrives(client: Client, stub: tup
         client.complete("x", tools=tools)
 
 
-def test_other_calls(client: Client) -> None:
+def test_tokenize_detokenize_and_list_models(client: Client) -> None:
     assert client.tokenize("ab") == [97, 98]
     assert client.detokenize([97, 98]) == "ab"
     with pytest.raises(InvalidArgument, match=r"^token_ids = \[-1\]: must be whole numbers"):
@@ -114,7 +114,7 @@ def test_errors_have_code_message_and_details(client: Client) -> None:
     assert client.complete("x").text == "x"
 
 
-def test_deadline(client: Client) -> None:
+def test_a_call_ends_at_its_timeout(client: Client) -> None:
     with pytest.raises(PagewireError) as caught:
         client.complete("!hang", timeout=0.3)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -136,7 +136,7 @@ async def test_leaving_the_async_loop_cancels_the_request(
     assert stub[1].cancelled.wait(5)
 
 
-def test_nobody_there() -> None:
+def test_without_a_server_a_call_is_unavailable() -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(PagewireError) as caught:
         client.complete("x")
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
@@ -163,7 +163,7 @@ def test_what_cannot_be_sent_is_refused_by_name(arguments: dict[str, Any], field
     assert caught.value.field == field
 
 
-def test_token(tmp_path: Path) -> None:
+def test_the_right_token_opens_and_a_wrong_one_does_not(tmp_path: Path) -> None:
     with running_stub(Security(tokens=("secret",))) as (target, _):
         with Client(target, token="secret") as client:
             assert client.complete("x").text == "x"

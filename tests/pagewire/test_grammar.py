@@ -103,7 +103,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("structure", HOSTILE, ids=range(len(HOSTILE)))
-def test_refused(compiler: GrammarCompiler, structure: StructuredOutput) -> None:
+def test_what_does_not_compile_is_refused_in_few_words(compiler: GrammarCompiler, structure: StructuredOutput) -> None:
     with pytest.raises(GrammarError) as refused:
         compiler.compile(structure)
     assert 0 < len(str(refused.value)) < 400

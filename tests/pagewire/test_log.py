@@ -40,7 +40,7 @@ def test_json() -> None:
     }
 
 
-def test_text() -> None:
+def test_a_text_line_has_time_level_process_logger_and_fields() -> None:
     line = TextFormatter("prefill").format(record("step %d", 3, request_id="r1"))
     assert line == "2023-11-14T22:13:20.250Z WARNING prefill engine.loop: step 3 request_id=r1"
 

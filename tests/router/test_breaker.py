@@ -86,7 +86,7 @@ def test_a_restarted_worker_is_another_one() -> None:
     assert said == [("w", None)]
 
 
-def test_metrics() -> None:
+def test_metrics_follow_a_breakers_states() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry, "m")
     breakers = Breakers(

@@ -168,7 +168,7 @@ async def test_another_tokenizer_than_the_workers_have(model: Path) -> None:
         valkey.stop()
 
 
-async def test_metrics(model: Path) -> None:
+async def test_the_metrics_port_serves_what_requests_have_counted(model: Path) -> None:
     decode = ScriptedDecode()
     await decode.start()
     port = free_port()

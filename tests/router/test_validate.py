@@ -133,7 +133,7 @@ def test_invalid_arguments(model: ModelFacts, call: GenerateCall, field: str, me
         (replace(GOOD, adapter="lora"), "adapter 'lora' is not known; no adapters are served"),
     ],
 )
-def test_unknown_names(model: ModelFacts, call: GenerateCall, message: str) -> None:
+def test_unknown_models_and_adapters_are_not_found(model: ModelFacts, call: GenerateCall, message: str) -> None:
     with pytest.raises(NotFound) as caught:
         validate_call(call, model, max_model_len=128)
     assert caught.value.message == message

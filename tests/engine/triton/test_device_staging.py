@@ -115,7 +115,7 @@ def test_nothing_comes_out_of_pageable_memory(memory: KvMemory, monkeypatch: pyt
     memory.close()
 
 
-def test_sizes() -> None:
+def test_a_lane_holds_at_least_one_block() -> None:
     assert rows_per_lane(2 << 20) == 4
     assert rows_per_lane(20 << 20) == 1
     assert staging_bytes(2 << 20) == 64 << 20

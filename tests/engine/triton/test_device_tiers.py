@@ -53,6 +53,6 @@ def test_host_and_disk(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     round_trip(model, kv_offloading_size="4KiB", kv_disk_path=str(tmp_path / "disk"), kv_disk_size="1MiB")
 
 
-def test_shared_store(tiny_model: Callable[..., Path]) -> None:
+def test_blocks_go_to_the_shared_store_and_come_back(tiny_model: Callable[..., Path]) -> None:
     with Server() as server:
         round_trip(tiny_model("llama", num_hidden_layers=2), kv_store_url=server.url, kv_store_size="1MiB")

@@ -117,7 +117,7 @@ def test_drafts_have_logits(tiny_model: Callable[..., Path], device: Profiled, m
     parts.memory.close()
 
 
-def test_shapes() -> None:
+def test_the_largest_steps_reach_every_limit() -> None:
     assert _shapes(StepLimits(100, 8, 64)) == [([64, 36], [64, 36]), ([1] * 8, [64] * 8)]
     assert _shapes(StepLimits(100, 64, 4096, num_drafts=3)) == [([100], [100]), ([4] * 25, [4096] * 25)]
     assert _shapes(StepLimits(4, 8, 64)) == [([4], [4]), ([1] * 4, [64] * 4)]

@@ -121,7 +121,7 @@ def test_what_is_not_finite_stays_in_its_row(native: NativeKernels) -> None:
         assert same(seen[row], right[row], looks[row])
 
 
-def test_ranks(native: NativeKernels) -> None:
+def test_a_rank_counts_equal_logits_of_lower_ids_first(native: NativeKernels) -> None:
     rows = np.random.default_rng(3).integers(-20, 20, size=(3, 1000)).astype(np.float32)
     looks = [Look(row, num_top=1, token=token) for row in range(3) for token in (0, 1, 500, 998)]
     for look, own in zip(looks, native.look(rows, 999, looks), strict=True):

@@ -42,7 +42,7 @@ def test_names_are_vllms() -> None:
     assert set(found) == VLLM_NAMES | own | {"tp"}
 
 
-def test_values() -> None:
+def test_counts_rates_and_goodput_of_a_run() -> None:
     found = result(run(), {"ttft": 200.0}, request_rate="5")
     assert (found["completed"], found["failed"], found["date"]) == (3, 2, "20261130-120506")
     assert found["errors_by_code"] == {"RESOURCE_EXHAUSTED": 1, "UNAVAILABLE": 1}
@@ -96,7 +96,7 @@ def test_table_counts_errors_by_code() -> None:
     assert "Interrupted" in render(result(Run([], 0.0, num_unfinished=3)), summaries(options(), Run([], 0.0)))
 
 
-def test_report(tmp_path: Path) -> None:
+def test_the_report_is_an_image_and_a_page(tmp_path: Path) -> None:
     mean = run()
     image, html = write_report(tmp_path / "d" / "r.1", mean, result(mean), summaries(options(), mean), {"seed": "0"})
     assert (image.name, html.name) == ("r.1.png", "r.1.html")

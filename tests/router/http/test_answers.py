@@ -179,7 +179,7 @@ async def test_every_parameter_reaches_the_workers(tmp_path: Path) -> None:
     assert plain.sampling.top_k == 0
 
 
-async def test_stops(tmp_path: Path) -> None:
+async def test_a_stop_text_ends_the_output_before_it_or_behind_it(tmp_path: Path) -> None:
     async with a_server(tmp_path) as http:
         text = http.text(wanted(4))
         for stop in (text[2], [text[2], "never"]):
