@@ -4,10 +4,13 @@ Other tests run at the same time, and each connection that they open takes a por
 lie below the kernel's range, and each test process has a part of its own.
 """
 
+import fcntl
 import os
 import random
 from itertools import count
 from pathlib import Path
+from tempfile import gettempdir
+from typing import IO
 
 from pagewire.ports import BindError, check_bindable
 
@@ -23,16 +26,33 @@ def _kernels_lowest() -> int:
         return 32_768
 
 
-def _own_ports() -> range:
-    """This process's ports. The workers of one pytest are sure to have different ones, other processes likely so."""
+def _own_ports() -> tuple[range, IO[str] | None]:
+    """This process's ports, and the lock that keeps other test processes of this machine from them while it lives.
+
+    With more processes than parts, or without a place for locks, two may have the same part.
+    """
     num_parts = max(1, (_kernels_lowest() - _LOWEST) // _PORTS_PER_PROCESS)
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    number = os.getpid() if worker is None else os.getppid() + int(worker.removeprefix("gw"))
-    first = _LOWEST + number % num_parts * _PORTS_PER_PROCESS
+    parts = [(os.getpid() + i) % num_parts for i in range(num_parts)]
+    for part in parts:
+        try:
+            lock = (Path(gettempdir()) / f"pagewire-test-ports-{part}").open("w")
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+        else:
+            return _ports(part), lock
+    return _ports(parts[0]), None
+
+
+def _ports(part: int) -> range:
+    first = _LOWEST + part * _PORTS_PER_PROCESS
     return range(first, first + _PORTS_PER_PROCESS)
 
 
-_own = _own_ports()
+_own, _lock = _own_ports()
 _turn = count(random.randrange(_PORTS_PER_PROCESS))  # of two processes with one part
 
 
