@@ -4,16 +4,16 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import grpc
 
 from kvstore.index import PrefixIndex
 from kvstore.routed_stream import Routed
-from pagewire.worker_view import AdapterLabel, LoadSnapshot, PrefixSource, WorkerFingerprint
+from pagewire.worker_view import AdapterLabel, PrefixSource, WorkerFingerprint
 from router.adapters import AdapterDirectory
-from router.assumptions import AssumedLoad, Assumptions
+from router.assumptions import Assumptions
 from router.cost import Candidate, Process, RequestSize, uncached_tokens
 from router.explanation import Explanation, explain
 from router.fleet import Fleet, FleetWorker
@@ -214,7 +214,9 @@ class FleetPlacer:
         candidates = [
             Candidate(
                 worker.description,
-                _with(worker.load, loads.get(worker_id)),
+                worker.load
+                if (sent := loads.get(worker_id)) is None
+                else worker.load.plus(sent.num_tokens, sent.num_sequences),
                 alive=worker.alive,
                 serves_model=worker.description.model == self._model,
                 num_hit_blocks=max(known.get(worker_id, 0), assumed.get(worker_id, 0)),
@@ -315,16 +317,6 @@ def _prompt_keys(demand: Demand) -> tuple[PromptKeys, tuple[int, ...]]:
     """The prompt's keys, and the output that follows it."""
     keys = demand.keys or PromptKeys(demand.prompt_token_ids, demand.cache_salt, demand.adapter)
     return keys, demand.prompt_token_ids[keys.num_tokens :]
-
-
-def _with(load: LoadSnapshot, assumed: AssumedLoad | None) -> LoadSnapshot:
-    if assumed is None:
-        return load
-    return replace(
-        load,
-        num_queued_tokens=load.num_queued_tokens + assumed.num_tokens,
-        num_waiting=load.num_waiting + assumed.num_sequences,
-    )
 
 
 def _placement(planned: Plan, case: _Case, sources: tuple[PrefixSource, ...]) -> Placement:

@@ -184,10 +184,11 @@ def plan(
     decoders = [each for each in candidates if each.description.role == "decode"]
     if not (wants_prefill and any(_can_prefill(each, size, avoid) for each in candidates)):
         weights = _NOBODY_ELSE_PREFILLS if weights is _WEIGHTS else replace(weights, received_token=1.0)
-    same_class = [each for each in decoders if each.description.fingerprint.numerics_class == numerics_class]
     decode: Choice | None = None
-    for group in (same_class, decoders):
-        decode = decode or choose(group, size, weights=weights, **how)
+    if numerics_class is not None:
+        same_class = [each for each in decoders if each.description.fingerprint.numerics_class == numerics_class]
+        decode = choose(same_class, size, weights=weights, **how)
+    decode = decode or choose(decoders, size, weights=weights, **how)
     if decode is None:
         return _no_decode_worker(decoders, size, avoid)
     if not wants_prefill:
