@@ -5,36 +5,22 @@ bytes come from the model's own tokenizer, so that what the grammar reads is wha
 """
 
 import hashlib
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import llguidance
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from pagewire.grammar_text import LIMITS, GrammarError, check_structure, grammar_text, shorten
 from pagewire.sampling import StructuredOutput
 from pagewire.text.tokenizer import Tokenizer
 
-# Work is bounded, not the size alone: a short text can mean a huge automaton. Measured with these limits, on one core
-# of a Xeon: texts of 64 KiB compile in at most 0.4 s, a step of those that are accepted takes at most 60 ms.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=10_000,
-    max_lexer_states=50_000,
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
+__all__ = ["Grammar", "GrammarCompiler", "GrammarError", "GrammarState", "check_structure"]
+
 _MAX_KEPT = 64
-_MAX_MESSAGE = 300
-
-
-class GrammarError(ValueError):
-    """The text is no grammar, or one that is too large, or that nothing satisfies."""
 
 
 class GrammarState:
@@ -130,7 +116,7 @@ class GrammarCompiler:
                 return kept
             if self._tokenizer is None:
                 self._tokenizer = self._vocabulary()
-            matcher = LLMatcher(self._tokenizer, grammar_text(structure), log_level=0, limits=_LIMITS)
+            matcher = LLMatcher(self._tokenizer, grammar_text(structure), log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise GrammarError(_brief(matcher))
             if matcher.is_stopped() and not matcher.is_accepting():
@@ -168,37 +154,6 @@ class _Vocabulary:
         return self._tokenizer.encode(text.decode(), add_special_tokens=False)
 
 
-def check_structure(structure: StructuredOutput) -> None:
-    """Raises GrammarError for what no vocabulary could make a grammar; slow, like compiling."""
-    message = LLMatcher.validate_grammar(grammar_text(structure), limits=_LIMITS)
-    if message and not message.startswith("WARNING"):
-        raise GrammarError(_shorten(message))
-
-
-def grammar_text(structure: StructuredOutput) -> str:
-    """In llguidance's own form. Raises GrammarError for what cannot be brought into it."""
-    try:
-        if structure.kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(structure.value)
-        if structure.kind == "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
-        if structure.kind == "regex":
-            return LLMatcher.grammar_from_regex(structure.value)
-        if structure.kind == "choice":
-            # Lark's strings have JSON's escapes.
-            return LLMatcher.grammar_from_lark(
-                "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in structure.choices)
-            )
-        return LLMatcher.grammar_from_lark(any_to_lark(structure.value))
-    except Exception as error:  # the converters raise whatever their parser does
-        raise GrammarError(_shorten(str(error) or type(error).__name__)) from None
-
-
 def _brief(matcher: LLMatcher) -> str:
     message = matcher.get_error() or str(matcher.stop_reason())
-    return "no text satisfies it" if message.startswith("NoExtension") else _shorten(message)
-
-
-def _shorten(message: str) -> str:
-    line = " ".join(message.split())
-    return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + " …"
+    return "no text satisfies it" if message.startswith("NoExtension") else shorten(message)

@@ -41,6 +41,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         self._security = security
         self._observe = observe
         self._areas = areas
+        self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: the service's handler, and ours around it
 
     async def intercept_service(
         self,
@@ -58,7 +59,10 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             except PagewireError as error:
                 # Stream-stream does not wait for a request, so it fits every kind of call.
                 return grpc.stream_stream_rpc_method_handler(self._guard(_raise(error), method))
-        return self._wrap(handler, method)
+        known = self._wrapped.get(method)
+        if known is None or known[0] is not handler:
+            known = self._wrapped[method] = handler, self._wrap(handler, method)
+        return known[1]
 
     async def _authorize(self, details: Any) -> None:
         header = next((value for key, value in details.invocation_metadata or () if key == AUTHORIZATION), "")
@@ -164,7 +168,7 @@ def _code_of(context: _Context) -> grpc.StatusCode | None:
     code: Any = context.code()
     if isinstance(code, grpc.StatusCode):
         return code
-    return next((known for known in grpc.StatusCode if known.value[0] == code and code != 0), None)
+    return None if code == 0 else next((known for known in grpc.StatusCode if known.value[0] == code), None)
 
 
 def _raise(error: PagewireError) -> _Behaviour:

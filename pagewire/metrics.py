@@ -52,11 +52,16 @@ class RpcMetrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
+        self._of: dict[tuple[str, str], tuple[Counter, Histogram]] = {}  # labels() takes locks and makes strings
 
     def observe(self, method: str, code: str, seconds: float) -> None:
         """Counts one RPC; `method` is the full name ("/pagewire.v1.InferenceService/Generate")."""
-        self._requests.labels(method, code).inc()
-        self._seconds.labels(method).observe(seconds)
+        known = self._of.get((method, code))
+        if known is None:
+            known = self._of[method, code] = self._requests.labels(method, code), self._seconds.labels(method)
+        requests, durations = known
+        requests.inc()
+        durations.observe(seconds)
 
 
 def rejected_counter(registry: CollectorRegistry) -> Counter:

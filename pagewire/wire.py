@@ -1,7 +1,9 @@
 """Sampling parameters between protobuf and plain data, and the check of every value a client can send."""
 
 import math
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from pagewire.errors import InvalidArgument
 from pagewire.sampling import SamplingParams, StructuredOutput
@@ -44,18 +46,11 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
 
     Raises InvalidArgument for a structured output that says nothing.
     """
-    present = {descriptor.name for descriptor, _ in message.ListFields()}
-    given = {name: getattr(message, name) for name in _OPTIONAL_FIELDS if name in present}
-    return SamplingParams(
-        **given,
-        logit_bias=MappingProxyType(dict(message.logit_bias)),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        drawable_logprobs=message.drawable_logprobs,
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words_token_ids=tuple(tuple(word.token_ids) for word in message.bad_words_token_ids),
-        structured_output=_structure_from_proto(message.structured_output) if "structured_output" in present else None,
-    )
+    given: dict[str, Any] = {}
+    for descriptor, value in message.ListFields():
+        convert = _FROM_PROTO.get(descriptor.name)
+        given[descriptor.name] = value if convert is None else convert(value)
+    return SamplingParams(**given)
 
 
 def _structure_from_proto(message: types_pb2.StructuredOutput) -> StructuredOutput:
@@ -65,6 +60,16 @@ def _structure_from_proto(message: types_pb2.StructuredOutput) -> StructuredOutp
     if kind == "choice":
         return StructuredOutput(kind, choices=tuple(message.choice.texts))
     return StructuredOutput(kind, "" if kind == "json_object" else getattr(message, kind))
+
+
+_FROM_PROTO: Mapping[str, Callable[[Any], Any]] = {
+    "logit_bias": lambda biases: MappingProxyType(dict(biases)),
+    "stop_token_ids": tuple,
+    "allowed_token_ids": tuple,
+    "bad_words_token_ids": lambda words: tuple(tuple(word.token_ids) for word in words),
+    "structured_output": _structure_from_proto,
+}
+"""What is no plain number."""
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:

@@ -103,6 +103,19 @@ class LoadSnapshot:
     num_transfers: int = 0
     adapters: tuple[AdapterView, ...] = ()
 
+    def plus(self, num_tokens: int, num_sequences: int) -> "LoadSnapshot":
+        """With work that it does not contain yet. Not by `replace`, which takes four times as long."""
+        return LoadSnapshot(
+            self.num_running,
+            self.num_waiting + num_sequences,
+            self.num_queued_tokens + num_tokens,
+            self.num_free_blocks,
+            self.num_held_blocks,
+            self.draining,
+            self.num_transfers,
+            self.adapters,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TicketSnapshot:

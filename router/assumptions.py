@@ -1,7 +1,7 @@
 """What the router assumes of its own last decisions until workers report them: blocks soon cached, work soon queued."""
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.memory_index import MemoryIndex
@@ -38,6 +38,8 @@ class Assumptions:
 
     def __init__(self) -> None:
         self._routed: deque[_Routed] = deque()
+        self._recent: deque[_Routed] = deque()  # those of them that are load still, summed up in `_loads`
+        self._loads: dict[str, AssumedLoad] = {}
         self._until: dict[tuple[str, bytes], float] = {}
         self._index = MemoryIndex()
 
@@ -48,6 +50,8 @@ class Assumptions:
         self._forget(now)
         routed = _Routed(now, worker_id, tuple(index_keys(keys)), num_tokens, num_sequences)
         self._routed.append(routed)
+        self._recent.append(routed)
+        self._add_load(worker_id, num_tokens, num_sequences)
         if worker_id not in self._index.workers():
             self._index.register(WorkerRecord(worker_id, "", "decode", 0))
         self._index.store(worker_id, routed.keys)
@@ -59,24 +63,36 @@ class Assumptions:
         self._forget(now)
         return self._index.lookup(keys, worker_ids)
 
-    def loads(self, now: float) -> dict[str, AssumedLoad]:
-        """What was sent to each worker within the last 250 ms; workers that were sent nothing are not in it."""
-        num_tokens, num_sequences = Counter[str](), Counter[str]()
-        for each in reversed(self._routed):
-            if each.at <= now - LOAD_SECONDS:
-                break
-            num_tokens[each.worker_id] += each.num_tokens
-            num_sequences[each.worker_id] += each.num_sequences
-        return {each: AssumedLoad(num_tokens[each], num_sequences[each]) for each in num_tokens}
+    def loads(self, now: float) -> Mapping[str, AssumedLoad]:
+        """What was sent to each worker within the last 250 ms; workers that were sent nothing are not in it.
+
+        A sum that is kept, as every request asks: a thousand a second would each add up 250. Valid until the next call.
+        """
+        self._forget(now)
+        return self._loads
 
     def forget_worker(self, worker_id: str) -> None:
         """The process is gone, and with it what it was sent."""
         self._routed = deque(each for each in self._routed if each.worker_id != worker_id)
+        self._recent = deque(each for each in self._recent if each.worker_id != worker_id)
+        self._loads.pop(worker_id, None)
         for key in self._index.blocks(worker_id):
             del self._until[worker_id, key]
         self._index.unregister(worker_id)
 
+    def _add_load(self, worker_id: str, num_tokens: int, num_sequences: int) -> None:
+        known = self._loads.get(worker_id)
+        if known is not None:
+            num_tokens, num_sequences = num_tokens + known.num_tokens, num_sequences + known.num_sequences
+        if num_tokens or num_sequences:
+            self._loads[worker_id] = AssumedLoad(num_tokens, num_sequences)
+        else:
+            self._loads.pop(worker_id, None)
+
     def _forget(self, now: float) -> None:
+        while self._recent and self._recent[0].at <= now - LOAD_SECONDS:
+            sent = self._recent.popleft()
+            self._add_load(sent.worker_id, -sent.num_tokens, -sent.num_sequences)
         while self._routed and self._routed[0].at + HIT_SECONDS <= now:
             routed = self._routed.popleft()
             old = [key for key in routed.keys if self._until.get((routed.worker_id, key), 0.0) <= now]

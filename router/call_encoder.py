@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from uuid import uuid4
 
 from pagewire.errors import InvalidArgument, Unavailable
 from pagewire.text.stop import StopMatcher
@@ -71,7 +70,7 @@ class CallEncoder:
             await self._constraints.check(sampling.structured_output)
         adapter = resolve_adapter(call.adapter, call.model, self._model.name, self.adapters_for(call))
         return WorkerCall(
-            uuid4().hex,
+            secrets.token_hex(16),
             self._model.name,
             token_ids,
             sampling,

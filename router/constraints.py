@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pagewire.errors import InvalidArgument
-from pagewire.grammar import GrammarError, check_structure
 from pagewire.sampling import StructuredOutput
 from pagewire.text.tokenizer import Tokenizer
 
@@ -31,12 +30,9 @@ class ConstraintEncoder:
         """Raises InvalidArgument for what is no grammar, or too large a one."""
         if structure in self._checked:
             return
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, check_structure, structure)
-        except GrammarError as error:
-            raise InvalidArgument(
-                f"sampling.structured_output.{structure.kind}", None, f"is refused: {error}"
-            ) from None
+        problem = await asyncio.get_running_loop().run_in_executor(self._executor, _problem_of, structure)
+        if problem:
+            raise InvalidArgument(f"sampling.structured_output.{structure.kind}", None, f"is refused: {problem}")
         if len(self._checked) >= _MAX_KEPT:
             self._checked.pop(next(iter(self._checked)))
         self._checked[structure] = None
@@ -52,3 +48,15 @@ class ConstraintEncoder:
                 if token_ids := tuple(self._tokenizer.encode(text, add_special_tokens=False)):
                     found[token_ids] = None
         return tuple(found)
+
+
+def _problem_of(structure: StructuredOutput) -> str:
+    """Why it is refused; empty if it is a grammar."""
+    # Not imported by a router that nobody asks for one: 5 MB.
+    from pagewire.grammar_text import GrammarError, check_structure
+
+    try:
+        check_structure(structure)
+    except GrammarError as error:
+        return str(error)
+    return ""

@@ -82,6 +82,8 @@ def uncached_tokens(candidate: Candidate, num_prompt_tokens: int) -> int:
 
 def fetchable_tokens(candidate: Candidate, num_prompt_tokens: int) -> dict[str, int]:
     """Those of `uncached_tokens` that another worker holds, by where: "device" or a tier below it."""
+    if not (candidate.num_fetchable_blocks or candidate.num_fetchable_lower):
+        return {}
     block_size = candidate.description.fingerprint.block_size
     most = (num_prompt_tokens - 1) // block_size
     reached, stop, found = min(candidate.num_hit_blocks, most), 0, {}
@@ -106,6 +108,8 @@ def prefill_cost(candidate: Candidate, size: RequestSize, weights: Weights) -> d
 
 def _fetch_cost(fetchable: Mapping[str, int], weights: Weights) -> float:
     """Never more than what computing costs."""
+    if not fetchable:
+        return 0.0
     tier = {"device": 0.0, **weights.tier_token}
     return sum(num * min(1.0, weights.fetched_token + tier.get(place, 1.0)) for place, num in fetchable.items())
 

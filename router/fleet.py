@@ -61,6 +61,7 @@ class Fleet:
         self.on_change = on_change
         self._links: dict[str, WorkerLink] = {}
         self._by_worker: dict[str, WorkerLink] = {}
+        self._workers: Mapping[str, FleetWorker] | None = None  # None: something has changed
         self._spare_channels: dict[str, tuple[grpc.aio.Channel, float]] = {}  # with the time of their last use
         self._incarnations: dict[str, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -77,6 +78,7 @@ class Fleet:
         self._running = False
         links, self._links = list(self._links.values()), {}
         self._by_worker.clear()
+        self._workers = None
         spare, self._spare_channels = [channel for channel, _ in self._spare_channels.values()], {}
         await asyncio.gather(*(link.stop() for link in links), *self._closing, *(each.close() for each in spare))
 
@@ -111,6 +113,7 @@ class Fleet:
         return self._fixed | {record.endpoint for record in records}
 
     def _link_changed(self, link: WorkerLink) -> None:
+        self._workers = None
         if not self._running:
             return
         description = link.description
@@ -134,7 +137,7 @@ class Fleet:
             rival = best.get(link.description.worker_id)
             if rival is None or self._rank(link) > self._rank(rival):
                 best[link.description.worker_id] = link
-        self._by_worker = best
+        self._by_worker, self._workers = best, None
         for worker_id in self._incarnations.keys() - best.keys():
             del self._incarnations[worker_id]
 
@@ -147,12 +150,14 @@ class Fleet:
     # --- what requests ask ---
 
     def workers(self) -> Mapping[str, FleetWorker]:
-        """Every worker that was ever seen at a watched address, by worker id."""
-        return {
-            worker_id: FleetWorker(link.description, link.load, link.alive, link.channel)
-            for worker_id, link in self._by_worker.items()
-            if link.description is not None
-        }
+        """Every worker that was ever seen at a watched address, by worker id: the same object until one changes."""
+        if self._workers is None:
+            self._workers = {
+                worker_id: FleetWorker(link.description, link.load, link.alive, link.channel)
+                for worker_id, link in self._by_worker.items()
+                if link.description is not None
+            }
+        return self._workers
 
     def processes(self) -> list[tuple[str, int]]:
         """(worker id, incarnation) of every worker."""

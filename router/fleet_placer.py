@@ -4,20 +4,20 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import replace
 from random import Random
 
 import grpc
 
 from kvstore.index import PrefixIndex
 from kvstore.routed_stream import Routed
-from pagewire.worker_view import AdapterLabel, LoadSnapshot, PrefixSource
+from pagewire.worker_view import AdapterLabel, PrefixSource
 from router.adapters import AdapterDirectory
-from router.assumptions import AssumedLoad, Assumptions
+from router.assumptions import Assumptions
 from router.cost import Candidate, Process, RequestSize, uncached_tokens
 from router.decision import Case, placement
 from router.explanation import Explanation, explain
 from router.fleet import Fleet, FleetWorker
+from router.fleet_facts import FleetFacts
 from router.live_index import LiveIndex
 from router.placement import Demand, Limits, NoWorker, Placement, Worker
 from router.policy import Choice, NoDecodeWorker, Plan, Policy, plan
@@ -66,21 +66,19 @@ class FleetPlacer:
         self._adapters = AdapterDirectory()
         self._last_chosen: dict[Process, int] = {}
         self._count = itertools.count(1)
+        self._known: FleetFacts | None = None
         self.last_plan: Plan | None = None
         self.on_routed: Callable[[Routed], None] | None = None  # tells other routers
 
     def limits(self) -> Limits | None:
-        able = [
-            worker.description
-            for worker in self._fleet.workers().values()
-            if worker.is_available and worker.description.role == "decode" and worker.description.model == self._model
-        ]
-        if not able:
-            return None
-        largest = max(able, key=lambda each: (each.max_model_len, each.num_blocks * each.fingerprint.block_size))
-        block_size = largest.fingerprint.block_size
-        pool = max(each.num_blocks * each.fingerprint.block_size for each in able)
-        return Limits(largest.max_model_len, pool, block_size)
+        return self._facts().limits
+
+    def _facts(self) -> FleetFacts:
+        """Made anew when the fleet has changed: asked several times for each request."""
+        workers = self._fleet.workers()
+        if self._known is None or self._known.workers is not workers:
+            self._known = FleetFacts.of(workers, self._model)
+        return self._known
 
     def adapters(self) -> Mapping[str, AdapterLabel]:
         """What some decode worker has now, or the last ones had; a load that only others have is of no use."""
@@ -129,6 +127,8 @@ class FleetPlacer:
 
     def _prefix_sources(self, planned: Plan, case: Case, avoid: Set[Process]) -> tuple[PrefixSource, ...]:
         """Whatever the policy: the less it cares for caches, the more there is to fetch."""
+        if not self._has_index:
+            return ()
         workers = self._fleet.workers().values()
         alive = [each.description for each in workers if each.alive and not each.load.draining]
         fingerprint = planned.decode.candidate.description.fingerprint
@@ -138,12 +138,7 @@ class FleetPlacer:
         """What is to be hashed before `place`: for the policy, or for the hint who holds the prefix."""
         if self._policy not in _BY_PREFIX and not self._has_index:
             return []
-        fingerprints = (
-            worker.description.fingerprint
-            for worker in self._fleet.workers().values()
-            if worker.alive and worker.description.model == self._model
-        )
-        return sorted({(each.root, each.block_size) for each in fingerprints})
+        return self._facts().key_spaces
 
     def is_alive(self, worker: Worker) -> bool:
         found = self._fleet.find(*worker.process)
@@ -168,7 +163,8 @@ class FleetPlacer:
 
     def _case(self, demand: Demand, now: float) -> Case:
         """All that the policy is to know."""
-        workers = self._fleet.workers()
+        facts = self._facts()
+        workers = facts.workers
         prompt_keys, output = _prompt_keys(demand)
         keys: dict[bytes, list[bytes]] = {}
         on_device: dict[str, int] = {}
@@ -192,14 +188,16 @@ class FleetPlacer:
             worker_id: on_device.get(worker_id, 0) + sum(lower.get(worker_id, {}).values())
             for worker_id in on_device.keys() | lower.keys()
         }
-        alive = {each: worker.description.fingerprint for each, worker in workers.items() if worker.alive}
-        fetchable = best_holdings(on_device, lower, alive) if self._may_fetch and by_prefix else {}
+        is_held = self._may_fetch and by_prefix and any(indexed.values())
+        fetchable = best_holdings(on_device, lower, facts.living) if is_held else {}
         known = indexed if by_prefix else {}  # other policies do not look; what comes of it is counted all the same
         loads = self._assumptions.loads(now)
         candidates = [
             Candidate(
                 worker.description,
-                _with(worker.load, loads.get(worker_id)),
+                worker.load
+                if (sent := loads.get(worker_id)) is None
+                else worker.load.plus(sent.num_tokens, sent.num_sequences),
                 alive=worker.alive,
                 serves_model=worker.description.model == self._model,
                 num_hit_blocks=max(known.get(worker_id, 0), assumed.get(worker_id, 0)),
@@ -207,8 +205,8 @@ class FleetPlacer:
                 num_lower_blocks=lower.get(worker_id, {})
                 if known.get(worker_id, 0) > assumed.get(worker_id, 0)
                 else {},
-                num_fetchable_blocks=fetchable.get(worker.description.fingerprint, NOTHING).on_device,
-                num_fetchable_lower=fetchable.get(worker.description.fingerprint, NOTHING).lower,
+                num_fetchable_blocks=fetchable.get(facts.groups[worker_id], NOTHING).on_device,
+                num_fetchable_lower=fetchable.get(facts.groups[worker_id], NOTHING).lower,
                 **self._adapter_at(worker, demand.adapter),
             )
             for worker_id, worker in workers.items()
@@ -265,16 +263,6 @@ def _prompt_keys(demand: Demand) -> tuple[PromptKeys, tuple[int, ...]]:
     """The prompt's keys, and the output that follows it."""
     keys = demand.keys or PromptKeys(demand.prompt_token_ids, demand.cache_salt, demand.adapter)
     return keys, demand.prompt_token_ids[keys.num_tokens :]
-
-
-def _with(load: LoadSnapshot, assumed: AssumedLoad | None) -> LoadSnapshot:
-    if assumed is None:
-        return load
-    return replace(
-        load,
-        num_queued_tokens=load.num_queued_tokens + assumed.num_tokens,
-        num_waiting=load.num_waiting + assumed.num_sequences,
-    )
 
 
 def _log(demand: Demand, planned: Plan, placed: Placement, policy: Policy) -> None:

@@ -1,9 +1,17 @@
 """What a request's life adds to the metrics."""
 
+from prometheus_client import Counter
+
 from pagewire.errors import PagewireError
 from pagewire.router_metrics import RouterMetrics
 from router.placement import Placement
 from router.request import Piece, Summary
+
+
+def _add(counter: Counter, amount: int) -> None:
+    """Most of the time it is nothing, and a Counter takes a lock for it."""
+    if amount:
+        counter.inc(amount)
 
 
 class RequestObserver:
@@ -35,9 +43,9 @@ class RequestObserver:
     def faults(self, *, num_migrations: int, num_class_changes: int, num_failed_prefills: int) -> None:
         """What a request, or a step of a beam search, has gone through, however it ended."""
         if self._metrics is not None:
-            self._metrics.migrations.inc(num_migrations)
-            self._metrics.class_changes.inc(num_class_changes)
-            self._metrics.prefill_retries.inc(num_failed_prefills)
+            _add(self._metrics.migrations, num_migrations)
+            _add(self._metrics.class_changes, num_class_changes)
+            _add(self._metrics.prefill_retries, num_failed_prefills)
 
     def rejected(self, error: PagewireError) -> None:
         """A request was refused before a worker was asked."""
@@ -51,7 +59,7 @@ class RequestObserver:
             return
         metrics.prompt_tokens.inc(summary.prompt_tokens)
         metrics.prefix_cache_queries.inc(summary.prompt_tokens)
-        metrics.prefix_cache_hits.inc(summary.cached_tokens)
+        _add(metrics.prefix_cache_hits, summary.cached_tokens)
         metrics.request_queue_time.observe(summary.queue_ms / 1e3)
         metrics.time_to_first_token.observe(summary.ttft_ms / 1e3)
         metrics.e2e_request_latency.observe(summary.total_ms / 1e3)
@@ -65,13 +73,13 @@ class RequestObserver:
         """What the worker had against what the index said when it was chosen."""
         prefills_apart = placement.prefill is not None
         metrics.hit_tokens("prefill_device" if prefills_apart else "decode_device", summary.cached_tokens)
-        metrics.expected_hits.inc(placement.num_device_tokens > 0)
+        _add(metrics.expected_hits, int(placement.num_device_tokens > 0))
         if summary.cached_tokens < placement.num_device_tokens:
             metrics.stale_hits.inc()
             metrics.stale_hit_tokens.inc(placement.num_device_tokens - summary.cached_tokens)
         assumed = placement.num_assumed_tokens - max(summary.cached_tokens, placement.num_hit_tokens)
-        metrics.missed_assumed_tokens.inc(max(0, assumed))
-        metrics.duplicate_prefill_tokens.inc(max(0, placement.num_best_tokens - summary.cached_tokens))
+        _add(metrics.missed_assumed_tokens, max(0, assumed))
+        _add(metrics.duplicate_prefill_tokens, max(0, placement.num_best_tokens - summary.cached_tokens))
 
     def failed(self, code: str) -> None:
         """A request ended with an error; `code` is the gRPC status's name."""

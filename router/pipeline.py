@@ -251,8 +251,11 @@ class Pipeline:
             self._observer.finished(summary, None if moved else life.placement)
             yield summary
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            elif not task.cancelled():
+                task.exception()  # has been looked at
             self._lives.count_faults(life)
 
     async def _beams(

@@ -19,6 +19,8 @@ from pagewire.worker_view import WorkerDescription
 from router.cost import COSTS, Candidate, Process, RequestSize, Weights, uncached_tokens
 
 Policy = Literal["prefix", "load", "round_robin", "random", "session"]
+_WEIGHTS = Weights()
+_NOBODY_ELSE_PREFILLS = replace(_WEIGHTS, received_token=1.0)
 Reason = Literal["disaggregated", "short", "no_prefill_worker", "outputs_exist"]
 
 
@@ -107,7 +109,7 @@ def choose(
     policy: Policy = "prefix",
     rng: Random,
     avoid: Set[Process] = frozenset(),
-    weights: Weights | None = None,
+    weights: Weights = _WEIGHTS,
     temperature: float = 0.0,
     session_id: str = "",
 ) -> Choice | None:
@@ -120,7 +122,7 @@ def choose(
     able = [candidate for candidate in candidates if not obstacle(candidate, size, avoid)]
     if not able:
         return None
-    scored = [(score(each, size, policy, rng, weights or Weights()), each) for each in able]
+    scored = [(score(each, size, policy, rng, weights), each) for each in able]
     scored.sort(key=lambda pair: (pair[0].cost, pair[1].last_chosen, rng.random()))
     scores = tuple(each for each, _ in scored)
     if policy == "session" and session_id:
@@ -160,7 +162,7 @@ def plan(
     wants_prefill: bool = True,
     local_prefill_max_tokens: int = 0,
     numerics_class: str | None = None,
-    weights: Weights | None = None,
+    weights: Weights = _WEIGHTS,
     temperature: float = 0.0,
     session_id: str = "",
 ) -> Plan | NoDecodeWorker:
@@ -180,13 +182,13 @@ def plan(
         "session_id": session_id,
     }
     decoders = [each for each in candidates if each.description.role == "decode"]
-    weights = weights or Weights()
     if not (wants_prefill and any(_can_prefill(each, size, avoid) for each in candidates)):
-        weights = replace(weights, received_token=1.0)
-    same_class = [each for each in decoders if each.description.fingerprint.numerics_class == numerics_class]
+        weights = _NOBODY_ELSE_PREFILLS if weights is _WEIGHTS else replace(weights, received_token=1.0)
     decode: Choice | None = None
-    for group in (same_class, decoders):
-        decode = decode or choose(group, size, weights=weights, **how)
+    if numerics_class is not None:
+        same_class = [each for each in decoders if each.description.fingerprint.numerics_class == numerics_class]
+        decode = choose(same_class, size, weights=weights, **how)
+    decode = decode or choose(decoders, size, weights=weights, **how)
     if decode is None:
         return _no_decode_worker(decoders, size, avoid)
     if not wants_prefill:

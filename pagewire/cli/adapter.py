@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from pagewire.cli import connection as c
+from pagewire.cli.help_text import help_of
 
 if TYPE_CHECKING:
     from pagewire.security import Security
@@ -118,3 +119,7 @@ def _call(target: str, security: "Security", ask: Callable[[Any, dict[str, Any]]
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} KiB"
+
+
+for _name, _command in (("load", load), ("unload", unload), ("list", list_)):
+    adapter.command(_name, help=help_of(_command))(_command)

@@ -1,37 +1,37 @@
 """The commands, and the one place where an exception becomes a readable line and an exit code."""
 
-import inspect
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from pagewire import __version__
-from pagewire.cli import adapter
-from pagewire.cli.bench import ManyValues, serve
-from pagewire.cli.chat import chat
-from pagewire.cli.convert import convert
-from pagewire.cli.explain_route import explain_route
-from pagewire.cli.generate import generate
-from pagewire.cli.health import health
-from pagewire.cli.run_batch import run_batch
-from pagewire.cli.services import decode, prefill, router
-from pagewire.cli.status import status
-from pagewire.cli.up import up
+from pagewire.cli.help_text import help_of
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-app = typer.Typer(
-    name="pagewire",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+# Module of each command, below pagewire.cli, and the help's panel. A module has a function of the command's name or,
+# where there are several below it, a Typer of that name.
+_COMMANDS = {
+    "up": ("up", "Serve on one machine"),
+    "router": ("services", "Serve, one process each"),
+    "prefill": ("services", "Serve, one process each"),
+    "decode": ("services", "Serve, one process each"),
+    "generate": ("generate", "Use"),
+    "chat": ("chat", "Use"),
+    "run-batch": ("run_batch", "Use"),
+    "status": ("status", "Use"),
+    "explain-route": ("explain_route", "Use"),
+    "health": ("health", "Use"),
+    "convert": ("convert", "Models"),
+    "bench": ("bench", "Use"),
+    "adapter": ("adapter", "Use"),
+}
 
 
 def _print_version(wanted: bool) -> None:
@@ -40,7 +40,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
@@ -49,33 +48,32 @@ def _root(
     """Large language models as gRPC microservices, with prefill and decode as separate services."""
 
 
-def _help(command: Callable[..., int]) -> str:
-    # typer keeps a docstring's line breaks; the terminal's width should decide.
-    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    return "\n\n".join(" ".join(p.split()) for p in paragraphs)
+def build_app(arguments: Sequence[str]) -> typer.Typer:
+    """With the command alone that the arguments begin with: the flags of all others are half of a process's start.
 
-
-def _add(panel: str, *commands: Callable[..., int]) -> None:
-    for command in commands:
-        app.command(rich_help_panel=panel, help=_help(command))(command)
-
-
-_add("Serve on one machine", up)
-_add("Serve, one process each", router, prefill, decode)
-_add("Use", generate, chat, run_batch, status, explain_route, health)
-_add("Models", convert)
-
-bench = typer.Typer(no_args_is_help=True, help="Benchmarks, in vLLM's names.")
-bench.command(help=_help(serve), cls=ManyValues)(serve)
-app.add_typer(bench, name="bench", rich_help_panel="Use")
-for name, command in (("load", adapter.load), ("unload", adapter.unload), ("list", adapter.list_)):
-    adapter.adapter.command(name, help=_help(command))(command)
-app.add_typer(adapter.adapter, name="adapter", rich_help_panel="Use")
+    With all commands if they begin with none: for the help, and for what a misspelt one may mean.
+    """
+    app = typer.Typer(
+        name="pagewire",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for name in arguments[:1] if arguments and arguments[0] in _COMMANDS else _COMMANDS:
+        module, panel = _COMMANDS[name]
+        command = getattr(importlib.import_module(f"pagewire.cli.{module}"), name.replace("-", "_"))
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=panel)
+        else:
+            app.command(name, rich_help_panel=panel, help=help_of(command))(command)
+    return app
 
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; what a user can cause never shows a traceback."""
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(build_app(arguments))
     try:
         result = command.main(list(arguments), prog_name="pagewire", standalone_mode=False)
         return result if isinstance(result, int) else 0

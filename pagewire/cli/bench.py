@@ -11,6 +11,7 @@ from pagewire.benchmark.options import ServeBenchOptions
 from pagewire.cli import connection as c
 from pagewire.cli.failure import CommandFailed
 from pagewire.cli.flags import fields_of, with_flags
+from pagewire.cli.help_text import help_of
 from pagewire.config import ConfigError, options_from_flags
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -118,3 +119,7 @@ def _require(options: ServeBenchOptions) -> None:
             import tokenizers  # noqa: F401
     except ModuleNotFoundError as error:
         raise CommandFailed(f"{error}: install 'pagewire[bench]'") from None
+
+
+bench = typer.Typer(no_args_is_help=True, help="Benchmarks, in vLLM's names.")
+bench.command(help=help_of(serve), cls=ManyValues)(serve)

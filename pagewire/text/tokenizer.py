@@ -9,9 +9,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from pagewire.free_memory import release_free_memory
 from pagewire.text.chat_template import ChatTemplate, ChatTemplateError
 from pagewire.text.detokenizer import DecoderPlan, Detokenizer, PieceTable, UnsupportedDecoder, detokenize
+from pagewire.text.tokenizer_file import load_backend
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -60,10 +60,9 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerError(f"{path} does not exist; pagewire needs a fast tokenizer")
         try:
-            backend = BackendTokenizer.from_file(str(path))
+            backend = load_backend(path)
         except Exception as error:  # `tokenizers` raises bare Exception for a broken file
             raise TokenizerError(f"{path} is broken: {error}") from error
-        release_free_memory()  # what parsing needed: 190 MB for Gemma's 14 MB
         config = _read_json(directory / "tokenizer_config.json")
         _add_tokens_of_config(backend, config)
         special_tokens = _special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})

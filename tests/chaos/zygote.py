@@ -20,6 +20,7 @@ from typing import Any
 POLL_SECONDS = 0.01
 MODULES = (
     "pagewire.cli.app",
+    "pagewire.cli.services",
     "router.main",
     "prefill_svc.main",
     "decode_svc.main",

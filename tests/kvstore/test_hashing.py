@@ -131,7 +131,9 @@ def test_order_of_the_config_does_not_matter() -> None:
     assert root_key(**{**ROOT_FIELDS, "kv_config": reordered}) == root_key(**ROOT_FIELDS)
 
 
-@pytest.mark.parametrize(("token", "error"), [(-1, OverflowError), (2**32, OverflowError), ("a", ValueError)])
+@pytest.mark.parametrize(
+    ("token", "error"), [(-1, OverflowError), (2**32, OverflowError), ("a", TypeError), (1.5, TypeError)]
+)
 def test_tokens_that_are_no_u32_are_refused(token: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         block_keys(ROOT, [token], 1)

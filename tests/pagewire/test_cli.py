@@ -74,11 +74,21 @@ def test_help_groups_options_and_shows_limits_and_defaults(command: str) -> None
 
 def test_importing_the_cli_is_light() -> None:
     program = (
-        "import sys; import pagewire.cli.app; heavy = {'torch', 'transformers', 'grpc', 'numpy', 'tokenizers', "
+        "import sys; from pagewire.cli.app import build_app; build_app([]); "
+        "heavy = {'torch', 'transformers', 'grpc', 'numpy', 'tokenizers', "
         "'huggingface_hub', 'redis', 'prometheus_client'}; print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "[]\n"
+
+
+def test_a_command_brings_no_other_commands_options() -> None:
+    program = (
+        "import sys; from pagewire.cli.app import build_app; app = build_app(['router', '--help']); "
+        "print([each.name for each in app.registered_commands], 'pagewire.cli.bench' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "['router'] False\n"
 
 
 @pytest.mark.parametrize(

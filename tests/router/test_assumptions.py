@@ -1,5 +1,7 @@
 """What the router assumes of its own decisions, on a virtual clock."""
 
+from random import Random
+
 from router.assumptions import AssumedLoad, Assumptions
 from tests.kvstore.simulated import chain
 
@@ -23,6 +25,28 @@ def test_a_later_request_keeps_shared_blocks_longer() -> None:
     assert assumptions.hits(prompt, ["w"], 1.9) == {"w": 3}
     assert assumptions.hits(prompt, ["w"], 2.5) == {"w": 2}
     assert assumptions.hits(prompt, ["w"], 3.0) == {"w": 0}
+
+
+def test_load_is_the_sum_of_the_last_quarter_of_a_second() -> None:
+    """Kept, not added up: it must be what adding up would give, whatever was forgotten on the way."""
+    rng, assumptions, sent = Random(0), Assumptions(), list[tuple[float, str, int, int]]()
+    now = 0.0
+    for _ in range(2000):
+        now += rng.choice((0.0, 0.001, 0.05, 0.3))
+        worker_id = rng.choice("abc")
+        if rng.random() < 0.05:
+            assumptions.forget_worker(worker_id)
+            sent = [each for each in sent if each[1] != worker_id]
+        elif rng.random() < 0.7:
+            sent.append((now, worker_id, rng.randrange(50), rng.randrange(1, 3)))
+            assumptions.note_routed(worker_id, (), now, num_tokens=sent[-1][2], num_sequences=sent[-1][3])
+        recent = [each for each in sent if each[0] > now - 0.25]
+        assert assumptions.loads(now) == {
+            name: AssumedLoad(
+                sum(each[2] for each in recent if each[1] == name), sum(each[3] for each in recent if each[1] == name)
+            )
+            for name in {each[1] for each in recent}
+        }
 
 
 def test_a_worker_that_died_has_nothing() -> None:

@@ -29,7 +29,8 @@ FORBIDDEN = (
 )
 PROGRAM = """
 import asyncio, sys
-import pagewire.cli.app
+from pagewire.cli.app import build_app
+build_app([])
 import prefill_svc.main, decode_svc.main
 from engine.worker_setup import load_engine
 from pagewire.config import EngineOptions, WorkerConfig
