@@ -1,6 +1,5 @@
 """Puts what has come from a peer into the pool, verified; for transfer threads, copy and checksum release the GIL."""
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,17 +12,16 @@ from engine.transfer.plane import BlockReceiver, CorruptBlock, RemoteBlock
 
 def copy_blocks(pool: BlockIo, block_ids: Sequence[int], payload: memoryview, checksums: Sequence[int]) -> None:
     """Copies whole blocks out of a frame and verifies the copies."""
-    size = pool.block_bytes
-    source = np.frombuffer(payload, np.uint8, size * len(block_ids)).ctypes.data
+    blocks = np.frombuffer(payload, np.uint8).reshape(-1, pool.block_bytes)
     with pool.writing(block_ids) as rows:
-        for i, (row, digest) in enumerate(zip(rows, checksums, strict=True)):
-            _copy(source + i * size, row, digest)
+        for row, block, digest in zip(rows, blocks, checksums, strict=True):
+            _copy(block, row, digest)
 
 
 def copy_part(pool: BlockIo, block_id: int, offset: int, payload: bytes | memoryview, digest: int) -> None:
     """Copies bytes into a part of a block and verifies the copy."""
     with pool.writing_part(block_id, offset, len(payload)) as part:
-        _copy(np.frombuffer(payload, np.uint8, len(part)).ctypes.data, part, digest)
+        _copy(np.frombuffer(payload, np.uint8), part, digest)
 
 
 def read_blocks(
@@ -48,9 +46,8 @@ def copy_out(pool: BlockIo, block_ids: Sequence[int]) -> tuple[list[Bytes], list
     return copies, [checksum(copy.data) for copy in copies]
 
 
-def _copy(source: int, target: Bytes, digest: int) -> None:
-    """As many bytes as `target` has, from an address of this process."""
-    ctypes.memmove(target.ctypes.data, source, target.nbytes)
+def _copy(source: Bytes, target: Bytes, digest: int) -> None:
+    target[:] = source
     found = checksum(target.data)
     if found != digest:
         raise CorruptBlock(f"the copy has checksum {found:016x}, the frame says {digest:016x}")
