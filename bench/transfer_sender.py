@@ -5,9 +5,11 @@ import asyncio
 import json
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from engine.transfer.plane import Plane
 from engine.transfer.pool_server import PoolServer
 from engine.transfer.tcp_server import TcpServer
 from engine.transfer.tcp_wire import TcpSettings
+from pagewire.free_memory import keep_free_memory
 from pagewire.worker_view import WorkerDescription, WorkerFingerprint
 from transfer_svc.leases import LeaseTable
 from transfer_svc.manifest import describe_blocks
@@ -67,6 +70,18 @@ def serve_raw(memory: KvMemory) -> int:
     return int(listener.getsockname()[1])
 
 
+def bare_stream(memory: KvMemory) -> grpc.GenericRpcHandler:
+    """grpcio alone: as many of the pool's bytes as are asked for, in messages of the size that is asked for."""
+
+    async def stream(request: bytes, _: Any) -> AsyncIterator[bytes]:
+        num_bytes, size = struct.unpack("<QQ", request)
+        message = bytes(memoryview(memory.buffer).cast("B")[:size])
+        for begin in range(0, num_bytes, size):
+            yield message if begin + size <= num_bytes else message[: num_bytes - begin]
+
+    return grpc.method_handlers_generic_handler("bench", {"Stream": grpc.unary_stream_rpc_method_handler(stream)})
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("num_blocks", type=int)
@@ -74,6 +89,7 @@ async def main() -> None:
     parser.add_argument("backing")
     parser.add_argument("planes", nargs="+")
     arguments = parser.parse_args()
+    keep_free_memory()  # as workers do
     num_blocks, planes = arguments.num_blocks, [Plane[name] for name in arguments.planes]
     memory = make_pool(num_blocks, arguments.block_bytes, arguments.backing, seed=1)
     tcp = TcpServer(memory, TcpSettings()) if Plane.TCP in planes else None
@@ -86,6 +102,7 @@ async def main() -> None:
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
     description = describe("sender", num_blocks, arguments.block_bytes)
     add_to_server(KvTransferServicer(sender, lender, pool_server, description, planes), server)
+    server.add_generic_rpc_handlers((bare_stream(memory),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     manifest = describe_blocks(memory, range(num_blocks), [bytes(32)] * num_blocks)

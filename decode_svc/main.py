@@ -7,6 +7,7 @@ from decode_svc.app import DecodeApp
 from engine.engine import Engine
 from engine.worker_setup import check_before_loading, load_engine
 from pagewire.config import WorkerConfig
+from pagewire.free_memory import keep_free_memory
 from pagewire.worker_process import start_metrics
 
 logger = logging.getLogger(__name__)
@@ -16,6 +17,7 @@ def run(config: WorkerConfig) -> int:
     """Loads, serves, drains; returns the exit code. Raises what a bad model, port or URL raises."""
     check_before_loading(config)
     engine = load_engine(config.engine)
+    keep_free_memory()
     try:
         asyncio.run(_serve(config, engine))
     finally:

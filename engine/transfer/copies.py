@@ -1,28 +1,27 @@
 """Puts what has come from a peer into the pool, verified; for transfer threads, copy and checksum release the GIL."""
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
 
 from engine.transfer.block_io import BlockIo, Bytes
-from engine.transfer.checksum import checksum, checksum_at
+from engine.transfer.checksum import checksum
 from engine.transfer.landing import Landing
 from engine.transfer.plane import BlockReceiver, CorruptBlock, RemoteBlock
 
 
 def copy_blocks(pool: BlockIo, block_ids: Sequence[int], payload: memoryview, checksums: Sequence[int]) -> None:
     """Copies whole blocks out of a frame and verifies the copies."""
-    size = pool.block_bytes
+    blocks = np.frombuffer(payload, np.uint8).reshape(-1, pool.block_bytes)
     with pool.writing(block_ids) as rows:
-        for i, (row, digest) in enumerate(zip(rows, checksums, strict=True)):
-            _copy(payload[i * size : (i + 1) * size], row, digest)
+        for row, block, digest in zip(rows, blocks, checksums, strict=True):
+            _copy(block, row, digest)
 
 
 def copy_part(pool: BlockIo, block_id: int, offset: int, payload: bytes | memoryview, digest: int) -> None:
     """Copies bytes into a part of a block and verifies the copy."""
     with pool.writing_part(block_id, offset, len(payload)) as part:
-        _copy(payload, part, digest)
+        _copy(np.frombuffer(payload, np.uint8), part, digest)
 
 
 def read_blocks(
@@ -47,9 +46,8 @@ def copy_out(pool: BlockIo, block_ids: Sequence[int]) -> tuple[list[Bytes], list
     return copies, [checksum(copy.data) for copy in copies]
 
 
-def _copy(payload: bytes | memoryview, target: Bytes, digest: int) -> None:
-    source, address = np.frombuffer(payload, np.uint8), target.ctypes.data
-    ctypes.memmove(address, source.ctypes.data, source.nbytes)
-    found = checksum_at(address, source.nbytes)
+def _copy(source: Bytes, target: Bytes, digest: int) -> None:
+    target[:] = source
+    found = checksum(target.data)
     if found != digest:
         raise CorruptBlock(f"the copy has checksum {found:016x}, the frame says {digest:016x}")

@@ -1,6 +1,5 @@
 """A read that may be given up while its bytes are still on the way."""
 
-import threading
 from collections.abc import Callable
 
 
@@ -12,16 +11,12 @@ class Landing:
     """
 
     def __init__(self) -> None:
-        self._stopped = threading.Event()
+        self.is_stopped = False
         self._left: Callable[[], bool] | None = None
 
     def stop(self) -> None:
         """Nobody wants the bytes any more. From any thread."""
-        self._stopped.set()
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._stopped.is_set()
+        self.is_stopped = True
 
     def leave(self, is_over: Callable[[], bool]) -> None:
         """The reader returns although bytes may land until `is_over()`."""

@@ -8,9 +8,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +28,12 @@ _LEAST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 _PAUSE_SHARE = 1 / 32  # of the time that a read has taken: so much longer it takes, at most
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Bytes at an address of this process or, for the far side of a read, of a peer."""
+class Region(NamedTuple):
+    """Bytes at an address of this process or, for the far side of a read, of a peer; as NIXL wants it."""
 
     address: int
     num_bytes: int
+    device: int = 0
 
 
 class NixlAgent:
@@ -45,6 +44,7 @@ class NixlAgent:
 
     def __init__(self, name: str) -> None:
         self._scratch = np.zeros((_NUM_ROWS, ROW_WORDS), np.uint64)
+        self._scratch_address = self._scratch.ctypes.data
         self._rows: SimpleQueue[int] = SimpleQueue()
         for row in range(_NUM_ROWS):
             self._rows.put(row)
@@ -56,7 +56,7 @@ class NixlAgent:
         self.metadata = b""
         try:
             self._agent: Any = make_agent(name)
-            self._register([Region(self._scratch.ctypes.data, self._scratch.nbytes)])
+            self._register([Region(self._scratch_address, self._scratch.nbytes)])
         except PlaneUnavailable:
             raise
         except Exception as error:
@@ -169,13 +169,13 @@ class NixlAgent:
             number = self._rows.get_nowait()
         except Empty:
             raise PlaneUnavailable("too many reads are pending") from None
-        row, position, targets, landing = self._scratch[number], 0, list[Region](), Landing()
+        position, targets, landing = self._scratch_address + number * ROW_WORDS * 8, list[Region](), Landing()
         for source in sources:
-            targets.append(Region(row.ctypes.data + position, source.num_bytes))
+            targets.append(Region(position, source.num_bytes))
             position += source.num_bytes
         try:
             self.read(remote, targets, sources, landing, seconds, stop, meanwhile)
-            words: NDArray[np.uint64] = row[: position // 8].copy()
+            words: NDArray[np.uint64] = self._scratch[number, : sum(source.num_bytes for source in sources) // 8].copy()
             return words
         finally:
             if landing.is_over:
@@ -219,6 +219,8 @@ class NixlAgent:
 
     def _sweep(self) -> None:
         """Takes back the rows of reads that are over by now."""
+        if not self._lent_rows:
+            return
         with self._lock:
             lent, self._lent_rows = self._lent_rows, []
         for number, landing in lent:
@@ -248,9 +250,12 @@ class NixlAgent:
         with self._lock:
             remote.pending.add(read)
         try:
-            agent.transfer(handle)
+            is_done = agent.transfer(handle) == "DONE"
         except Exception as error:
             read.failed(error)  # some of its descriptors may have been posted
+        else:
+            if is_done:
+                read.done()
         return read
 
     def _remove_if_unused(self, remote: Remote) -> None:
@@ -264,5 +269,4 @@ class NixlAgent:
 
 
 def _descs(agent: Any, regions: Sequence[Region]) -> Any:
-    table = np.array([(region.address, region.num_bytes, 0) for region in regions], np.uint64)
-    return agent.get_xfer_descs(table, "DRAM")
+    return agent.get_xfer_descs(np.array(regions, np.uint64), "DRAM")

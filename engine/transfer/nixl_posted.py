@@ -49,6 +49,12 @@ class NixlRead:
         self.error = self.error or str(error) or type(error).__name__
         self._remote.failed(error)
 
+    def done(self) -> None:
+        """NIXL said so."""
+        with self._lock:
+            if self._handle is not None:
+                self._finish()
+
     def is_over(self) -> bool:
         """Looks, and frees the handle at the end."""
         with self._lock:

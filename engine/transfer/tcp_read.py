@@ -17,7 +17,7 @@ from engine.transfer.checksum import checksum_at
 from engine.transfer.landing import Landing
 from engine.transfer.plane import BLOCKS_PER_READ, Plane, PlaneUnavailable, RemoteBlock, SharedPoolInfo
 from engine.transfer.shm_vm import check_checksums, check_generations, check_slots
-from engine.transfer.tcp_wire import STALL_SECONDS, dial, pack_request
+from engine.transfer.tcp_wire import STALL_SECONDS, answer_seconds, dial, pack_request
 
 _LOOK_SECONDS = 0.1  # so long a read that was stopped may wait for a silent sender
 
@@ -69,37 +69,18 @@ class TcpReceiver:
         self, connection: socket.socket, blocks: Sequence[RemoteBlock], addresses: Sequence[int], landing: Landing
     ) -> list[int]:
         """The checksums of the copies; the blocks had their generations before and after."""
+        answer = _Answer(connection, self._host, len(blocks) * self._block_bytes, landing)
         connection.settimeout(STALL_SECONDS)
         connection.sendall(pack_request(blocks))
         connection.settimeout(_LOOK_SECONDS)
-        check_generations(blocks, self._receive_words(connection, len(blocks), landing))
+        check_generations(blocks, answer.words(len(blocks)))
         found = []
         for address in addresses:
             target = (ctypes.c_char * self._block_bytes).from_address(address)
-            self._receive_into(connection, memoryview(target).cast("B"), landing)
+            answer.receive_into(memoryview(target).cast("B"))
             found.append(checksum_at(address, self._block_bytes))
-        check_generations(blocks, self._receive_words(connection, len(blocks), landing))
+        check_generations(blocks, answer.words(len(blocks)))
         return found
-
-    def _receive_words(self, connection: socket.socket, count: int, landing: Landing) -> tuple[int, ...]:
-        words = bytearray(8 * count)
-        self._receive_into(connection, memoryview(words), landing)
-        return struct.unpack(f"<{count}Q", words)
-
-    def _receive_into(self, connection: socket.socket, view: memoryview, landing: Landing) -> None:
-        got, deadline = 0, time.monotonic() + STALL_SECONDS
-        while got < len(view):
-            if landing.is_stopped:
-                raise PlaneUnavailable(f"a read from {self._host} was stopped")
-            try:
-                num_bytes = connection.recv_into(view[got:])
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise PlaneUnavailable(f"{self._host} was silent for {STALL_SECONDS:g} s") from None
-                continue
-            if not num_bytes:
-                raise PlaneUnavailable(f"{self._host} has closed the connection")
-            got, deadline = got + num_bytes, time.monotonic() + STALL_SECONDS
 
     def _take(self) -> socket.socket:
         with self._lock:
@@ -119,3 +100,41 @@ class TcpReceiver:
 
     def _dial(self) -> socket.socket:
         return dial(self._host, self._info.tcp_port, self._info.tcp_secret, self._tls)
+
+
+class _Answer:
+    """One answer while it comes. Raises OSError, and PlaneUnavailable when it is late or nobody wants it any more."""
+
+    def __init__(self, connection: socket.socket, host: str, num_bytes: int, landing: Landing) -> None:
+        self._connection = connection
+        self._host = host
+        self._landing = landing
+        self._seconds = answer_seconds(num_bytes)
+        self._deadline = time.monotonic() + self._seconds
+
+    def words(self, count: int) -> tuple[int, ...]:
+        """The u64 words that come next."""
+        words = bytearray(8 * count)
+        self.receive_into(memoryview(words))
+        return struct.unpack(f"<{count}Q", words)
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fills `view` with what comes next."""
+        got, now = 0, time.monotonic()
+        silent_until = now + STALL_SECONDS
+        while got < len(view):
+            if self._landing.is_stopped:
+                raise PlaneUnavailable(f"a read from {self._host} was stopped")
+            if now > self._deadline:
+                raise PlaneUnavailable(f"{self._host} did not send all of it in {self._seconds:.3g} s")
+            try:
+                num_bytes = self._connection.recv_into(view[got:])
+            except TimeoutError:
+                now = time.monotonic()
+                if now > silent_until:
+                    raise PlaneUnavailable(f"{self._host} was silent for {STALL_SECONDS:g} s") from None
+                continue
+            if not num_bytes:
+                raise PlaneUnavailable(f"{self._host} has closed the connection")
+            got, now = got + num_bytes, time.monotonic()
+            silent_until = now + STALL_SECONDS

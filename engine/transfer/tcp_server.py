@@ -8,6 +8,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from engine.transfer.block_io import BlockIo
@@ -29,6 +30,7 @@ _MAX_CONNECTIONS = 256
 _MAX_STRANGERS = 64  # of those that have not proven yet that they know the secret
 _SEND_BYTES = 1 << 20  # as much has to go out in STALL_SECONDS
 _NO_FD_SECONDS = 1.0
+_LOG_EVERY_SECONDS = 60.0
 
 
 class TcpServer:
@@ -44,6 +46,8 @@ class TcpServer:
         self._connections: dict[threading.Thread, socket.socket] = {}
         self._strangers: dict[threading.Thread, socket.socket] = {}  # of those, the oldest first
         self._closed = threading.Event()
+        self.num_turned_away = 0  # who did not prove himself
+        self._logged_at = float("-inf")
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
 
@@ -119,18 +123,34 @@ class TcpServer:
             self._end(thread, connection)
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
-        me = threading.current_thread()
+        me, is_known = threading.current_thread(), False
         try:
-            accept_peer(connection, self.secret)
+            greeting = accept_peer(connection, self.secret)
+            is_known = True
             with self._lock:
-                self._strangers.pop(me, None)
+                self._strangers.pop(me, None)  # before he knows, and so may stop waiting for us
+            connection.sendall(greeting)
             while not self._closed.is_set() and (wanted := receive_request(connection)) is not None:
                 self._answer(connection, *wanted)
         except (OSError, PlaneUnavailable) as error:
-            if not self._closed.is_set():
+            if self._closed.is_set():
+                return
+            if is_known:
                 logger.info("kv transfer: a connection to plane TCP from %s ended: %s", peer, error)
+            else:
+                self._note_stranger(peer, error)
         finally:
             self._end(me, connection)
+
+    def _note_stranger(self, peer: str, error: Exception) -> None:
+        """Anybody may dial, as often as he likes: one line a minute says it."""
+        with self._lock:
+            self.num_turned_away += 1
+            now = time.monotonic()
+            if now - self._logged_at < _LOG_EVERY_SECONDS:
+                return
+            self._logged_at, count = now, self.num_turned_away
+        logger.info("kv transfer: plane TCP turned %s away (%d strangers so far): %s", peer, count, error)
 
     def _end(self, thread: threading.Thread, connection: socket.socket) -> None:
         connection.close()

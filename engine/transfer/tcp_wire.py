@@ -27,6 +27,7 @@ from engine.transfer.plane import BLOCKS_PER_READ, PlaneUnavailable, RemoteBlock
 SECRET_BYTES = 32
 HELLO_SECONDS = 2.0
 STALL_SECONDS = 10.0
+FLOOR_BYTES_PER_SECOND = 1 << 20  # what an answer is sent and read with, at least; computing KV again is faster
 _PROOF_BYTES = 32
 _COUNT = struct.Struct("<I")
 _WANTED = struct.Struct("<IQ")
@@ -53,8 +54,11 @@ def over_tls(connection: socket.socket, tls: ssl.SSLContext | None) -> socket.so
     return tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
 
-def accept_peer(connection: socket.socket, secret: bytes) -> None:
-    """The sender's side of the greeting. Raises OSError or PlaneUnavailable."""
+def accept_peer(connection: socket.socket, secret: bytes) -> bytes:
+    """The sender's side of the greeting, once the receiver has proven himself: what is left to send him.
+
+    Raises OSError or PlaneUnavailable.
+    """
     _prepare(connection)
     if isinstance(connection, ssl.SSLSocket):
         connection.do_handshake()
@@ -63,7 +67,7 @@ def accept_peer(connection: socket.socket, secret: bytes) -> None:
     answer = receive(connection, 2 * _PROOF_BYTES, HELLO_SECONDS)
     if not hmac.compare_digest(answer[:_PROOF_BYTES], _proof(secret, b"receiver", nonce)):
         raise PlaneUnavailable("it does not know the secret of the handshake")
-    connection.sendall(_proof(secret, b"sender", answer[_PROOF_BYTES:]))
+    return _proof(secret, b"sender", answer[_PROOF_BYTES:])
 
 
 def dial(host: str, port: int, secret: bytes, tls: Callable[[], ssl.SSLContext] | None) -> socket.socket:
@@ -101,6 +105,11 @@ def receive(connection: socket.socket, num_bytes: int, seconds: float) -> bytes:
         got += more
     connection.settimeout(seconds)
     return got
+
+
+def answer_seconds(num_bytes: int) -> float:
+    """So long an answer may take altogether, however steadily it trickles."""
+    return STALL_SECONDS + num_bytes / FLOOR_BYTES_PER_SECOND
 
 
 def pack_request(blocks: Sequence[RemoteBlock]) -> bytes:

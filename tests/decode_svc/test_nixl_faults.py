@@ -8,72 +8,48 @@ import pytest
 import pagewire.options
 import transfer_svc.worker
 from engine.transfer.nixl_agent import NixlAgent
+from engine.transfer.nixl_posted import NixlRead
 from engine.transfer.nixl_read import NixlReceiver
 from engine.transfer.plane import PlaneUnavailable
 from engine.transfer.shm_vm import VmReceiver
-from tests.decode_svc.harness import BLOCK_SIZE, cluster, greedy, needs_nixl, random_prompt, reference, until
-
-PROMPT, PARAMS = random_prompt(6 * BLOCK_SIZE + 2, 1), greedy(6)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    return reference(model, [(PROMPT, PARAMS)])[0][0]
+from tests.decode_svc.harness import cluster, needs_nixl, until
+from tests.decode_svc.plane_faults import (
+    PARAMS,
+    PROMPT,
+    cancel_a_decode,
+    check_a_late_read,
+    connect,
+    own_tokens,
+    plane_of,
+)
 
 
-def own_tokens(workers):
-    return workers.value(workers.decode, "pagewire:prefill_tokens_on_decode_total")
+def never_end(patch):
+    """Reads that are posted go on for ever, as far as one is told."""
+    patch.setattr(NixlRead, "done", lambda _: None)
+    patch.setattr(NixlAgent, "poll", lambda *_: False)
 
 
 @needs_nixl
 async def test_what_lands_after_the_lease_is_not_taken(model, expected, monkeypatch):
-    """The ticket ends and its blocks are given to somebody else, between the descriptors and the READ."""
-    copy, loop = NixlReceiver._copy, asyncio.get_running_loop()
+    copy = NixlReceiver._copy
+
+    def before_each_read(act):
+        monkeypatch.setattr(NixlReceiver, "_copy", lambda *arguments: (act(), copy(*arguments)))
+
     async with cluster(model, plane="nixl") as workers:
-        cache, memory = workers.prefill_engine.kv_cache, workers.prefill_engine.memory
-
-        async def end_the_lease():
-            workers.prefill.worker.sender.drop(workers.ticket, "its lease expired")
-            cache.reset()
-            others = cache.allocate(cache.num_free)
-            memory.buffer[others] += 1
-            cache.release(others)
-
-        def late_copy(*arguments):
-            asyncio.run_coroutine_threadsafe(end_the_lease(), loop).result(30)
-            copy(*arguments)
-
-        request = workers.request(PROMPT, PARAMS)
-        await workers.prefill_all(request)
-        monkeypatch.setattr(NixlReceiver, "_copy", late_copy)
-        assert await workers.decode_all(request, workers.ticket) == [expected]
-        assert own_tokens(workers) == len(PROMPT), "nothing of it was used"
-        failed = {
-            reason: workers.value(workers.decode, "pagewire:transfer_failures_total", reason=reason)
-            for reason in ("generation", "ticket", "checksum")
-        }
-        assert failed == {"generation": 1, "ticket": 1, "checksum": 0}
+        await check_a_late_read(workers, expected, before_each_read)
 
 
 @needs_nixl
 async def test_blocks_of_a_read_that_does_not_end_are_held_after_a_cancel(model, expected, monkeypatch):
     async with cluster(model, plane="nixl") as workers:
-        await workers.run(random_prompt(5, 3), PARAMS)  # connected
-        request = workers.request(PROMPT, PARAMS)
-        await workers.prefill_all(request)
+        await connect(workers)
         cache, quarantine = workers.decode_engine.kv_cache, workers.decode.worker._host.quarantine
         agent = workers.decode.worker.pool_server.agent
         with monkeypatch.context() as patch:
-            patch.setattr(NixlAgent, "poll", lambda *_: False)
-            decoding = asyncio.create_task(workers.decode_all(request, workers.ticket))
-            await until(lambda: agent.num_pending == 1)
-            decoding.cancel()
-            await asyncio.gather(decoding, return_exceptions=True)
+            never_end(patch)
+            await cancel_a_decode(workers, lambda: agent.num_pending == 1)
             await until(lambda: quarantine.num_blocks == 7)
             await until(lambda: not workers.decode.worker.has_work)
             assert cache.num_referenced == 7, "nobody may get them: the bytes may still come"
@@ -85,10 +61,10 @@ async def test_blocks_of_a_read_that_does_not_end_are_held_after_a_cancel(model,
 @needs_nixl
 async def test_a_worker_that_stops_does_not_wait_for_a_read_that_does_not_end(model, monkeypatch):
     async with cluster(model, plane="nixl") as workers:
-        await workers.run(random_prompt(5, 3), PARAMS)
+        await connect(workers)
         request = workers.request(PROMPT, PARAMS)
         await workers.prefill_all(request)
-        monkeypatch.setattr(NixlAgent, "poll", lambda *_: False)
+        never_end(monkeypatch)
         decoding = asyncio.create_task(workers.decode_all(request, workers.ticket))
         await until(lambda: workers.decode.worker.pool_server.agent.num_pending == 1)
         await workers.decode.stop()
@@ -122,9 +98,7 @@ async def test_without_an_agent_on_one_side_it_is_the_next_plane(model, expected
     with caplog.at_level("INFO"):
         async with cluster(model, plane="nixl") as workers:
             assert await workers.run(PROMPT, PARAMS) == [expected]
-            (peer,) = workers.decode.worker.peers.connected()
-            assert peer.plane.name == "TCP"
-            assert own_tokens(workers) == 0
+            assert (plane_of(workers), own_tokens(workers)) == ("TCP", 0)
     assert "plane TCP of NIXL, TCP, GRPC" in caplog.text
 
 

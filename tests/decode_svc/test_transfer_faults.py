@@ -21,32 +21,11 @@ from tests.decode_svc.harness import (
     Gate,
     block_bytes,
     cluster,
-    greedy,
     random_prompt,
-    reference,
     until,
 )
+from tests.decode_svc.plane_faults import PARAMS, PROMPT, failures, own_tokens
 from transfer_svc.client import TransferClient
-
-PROMPT, PARAMS = random_prompt(6 * BLOCK_SIZE + 2, 1), greedy(6)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    return reference(model, [(PROMPT, PARAMS)])[0][0]
-
-
-def failures(workers, reason):
-    return workers.value(workers.decode, "pagewire:transfer_failures_total", reason=reason)
-
-
-def own_tokens(workers):
-    return workers.value(workers.decode, "pagewire:prefill_tokens_on_decode_total")
 
 
 def bend(monkeypatch, times, change):

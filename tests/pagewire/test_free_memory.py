@@ -1,4 +1,4 @@
-"""Memory that was freed in small pieces goes back to the system."""
+"""Memory that was freed goes back to the system, or stays for who wants as much again."""
 
 import platform
 import subprocess
@@ -23,7 +23,34 @@ print((before - resident()) // 1_000_000)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps it")
+KEEPING = """
+import resource
+from pagewire.free_memory import keep_free_memory
+
+def num_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        pieces = [b"x" * (1 << 20) for _ in range(8)]
+        del pieces
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = num_faults()
+keep_free_memory()
+num_faults()
+print(before, num_faults())
+"""
+
+only_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps it")
+
+
+@only_glibc
 def test_freed_pieces_go_back() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 80
+
+
+@only_glibc
+def test_large_pieces_stay_for_the_next_ones() -> None:
+    done = subprocess.run([sys.executable, "-c", KEEPING], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert after * 20 < before

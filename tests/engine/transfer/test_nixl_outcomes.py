@@ -37,7 +37,8 @@ class FakeNixl:
     def __init__(self) -> None:
         self.state: str | Exception = "DONE"
         self.refusal: Exception | None = None
-        self.num_posted = 0
+        self.state_when_posted = "PROC"
+        self.num_posted = self.num_polled = 0
         self.num_registrations_left = 100
 
     def register_memory(self, regions: Any, kind: str) -> Any:
@@ -62,14 +63,16 @@ class FakeNixl:
     def initialize_xfer(self, kind: str, targets: Any, sources: Any, name: str) -> Handle:
         return Handle(targets, sources)
 
-    def transfer(self, handle: Handle) -> None:
+    def transfer(self, handle: Handle) -> str:
         self.num_posted += 1
         if self.refusal is not None:
             raise self.refusal
         for (target, size, _), (source, _, _) in zip(handle.targets, handle.sources, strict=True):
             ctypes.memmove(target, source, size)
+        return self.state_when_posted
 
     def check_xfer_state(self, handle: Handle) -> str:
+        self.num_polled += 1
         if isinstance(self.state, Exception):
             raise self.state
         return self.state
@@ -108,6 +111,16 @@ def test_a_read_that_failed_for_an_unknown_reason_is_not_over_before_the_agent_c
     agent.close()
     assert landing.is_over
     assert agent.num_pending == 0
+
+
+def test_a_read_that_was_over_when_it_was_posted_is_not_asked_about(nixl, words):
+    """As where the host's memory is copied by whoever posts."""
+    agent, landing = NixlAgent("a"), Landing()
+    nixl.state_when_posted, nixl.state = "DONE", nixlBackendError("its handle is released")
+    read(agent, words, landing)
+    assert words[4:].tolist() == [0, 1, 2, 3]
+    assert (nixl.num_polled, agent.num_pending, landing.is_over) == (0, 0, True)
+    agent.close()
 
 
 @pytest.mark.parametrize("where", ["posting", "polling"])

@@ -210,6 +210,24 @@ def test_a_slow_reader_is_not_waited_for(monkeypatch):
         both.read(both.open(), [3])
 
 
+def test_strangers_do_not_fill_the_log(monkeypatch, caplog):
+    with pair() as both, caplog.at_level("INFO"):
+        for count in range(1, 21):
+            with socket.create_connection(("127.0.0.1", both.server.port)):
+                pass
+            until(lambda count=count: both.server.num_turned_away == count)
+        assert caplog.text.count("away") == 1
+        monkeypatch.setattr(engine.transfer.tcp_server, "_LOG_EVERY_SECONDS", 0.0)  # a minute later
+        with socket.create_connection(("127.0.0.1", both.server.port)):
+            pass
+        until(lambda: caplog.text.count("away") == 2)
+        assert "(21 strangers so far)" in caplog.text
+        known = dial("127.0.0.1", both.server.port, both.server.secret, None)
+        known.sendall(request(count=0))
+        until(lambda: "a connection to plane TCP from 127.0.0.1 ended: it asks for 0 blocks" in caplog.text)
+        known.close()
+
+
 def test_strangers_get_nothing(monkeypatch):
     monkeypatch.setattr(engine.transfer.tcp_wire, "HELLO_SECONDS", 0.3)
     with pair() as both:
@@ -329,6 +347,23 @@ def test_a_silent_sender_is_not_waited_for(monkeypatch):
         sender.go_on.set()
 
 
+def test_a_sender_that_trickles_is_not_waited_for(monkeypatch):
+    """A byte now and then is no silence, but it is no transfer either."""
+    monkeypatch.setattr(engine.transfer.tcp_wire, "STALL_SECONDS", 0.3)  # of the whole answer
+    stop = threading.Event()
+
+    def trickle(slots):
+        while not stop.wait(0.01):
+            yield memoryview(b"x")
+
+    with pair(block_bytes=100_000) as both:
+        receiver = both.open()
+        monkeypatch.setattr(both.server, "_pieces", trickle)
+        with pytest.raises(PlaneUnavailable, match=r"did not send all of it in 0\.491 s"):
+            both.read(receiver, [3, 9])
+        stop.set()
+
+
 def read_for_ever(both: Pair, receiver: TcpReceiver) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -373,10 +408,11 @@ def test_strangers_hold_no_place_against_who_knows_the_secret(
     settings = TcpSettings(server_tls=mine.watch_context("KV transfers") if speaks_tls else None)
     tls = mine.client_context if speaks_tls else None
     with pair(settings) as both:
-        known, strangers = both.open(tls), []
-        for _ in range(20):
+        known, strangers, accepted, serve = both.open(tls), [], [], both.server._start_serving
+        monkeypatch.setattr(both.server, "_start_serving", lambda *some: (serve(*some), accepted.append(some)))
+        for count in range(1, 21):
             strangers.append(socket.create_connection(("127.0.0.1", both.server.port)))
-            until(lambda: both.server.num_connections <= 5)
+            until(lambda count=count: len(accepted) == count and both.server.num_connections <= 5)
         both.read(both.open(tls), [3])
         both.read(known, [4])
         for stranger in strangers:
