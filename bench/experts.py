@@ -73,6 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
@@ -90,7 +91,7 @@ def main() -> None:
     lines = []
     print(f"{processor()}, {threads} threads, {extension.isa}, load {os.getloadavg()[0]:.1f}")
     print(f"{'rows':>5}{'one by one us':>15}{'together us':>13}{'routed us':>11}{'ratio':>7}{'routed':>8}")
-    for num_rows in ROWS:
+    for num_rows in options.rows:
         work = (native, torch.randn(num_rows, HIDDEN).bfloat16(), torch.randn(num_rows, EXPERTS), experts)
         ways = (
             lambda: one_by_one(*work),  # noqa: B023
