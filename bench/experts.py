@@ -93,7 +93,7 @@ def main() -> None:
     print(f"{'rows':>5}{'one by one us':>15}{'together us':>13}{'routed us':>11}{'ratio':>7}{'routed':>8}")
     for num_rows in options.rows:
         work = (native, torch.randn(num_rows, HIDDEN).bfloat16(), torch.randn(num_rows, EXPERTS), experts)
-        ways = (
+        ways: tuple[Callable[[], Tensor], ...] = (
             lambda: one_by_one(*work),  # noqa: B023
             lambda: together(*work),  # noqa: B023
             lambda: together(*work, native.route),  # noqa: B023

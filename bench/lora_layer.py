@@ -88,7 +88,7 @@ def main() -> None:
         base, adapted = (statistics.median(own[COPIES:]) for own in times)
         totals = [totals[0] + base, totals[1] + adapted]
         lines.append((name, base, adapted))
-    lines.append(("layer", *totals))
+    lines.append(("layer", totals[0], totals[1]))
     for name, base, adapted in lines:
         print(f"{name:<13} {base:>7.0f} us, with adapters {adapted:>7.0f} us: {adapted / base:.2f}")
     if options.csv is not None:

@@ -1,5 +1,7 @@
 """Routing to experts: against float64, what ties do, and rows that don't see each other."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -76,7 +78,7 @@ def test_scores_within_groups(rule: RoutingRule) -> None:
         wide = logits.double()
         scores = wide.softmax(-1) if rule.scoring == "softmax" else wide.sigmoid()
         ranking = scores if rule.bias is None else scores + rule.bias.double()
-        allowed = range(12)
+        allowed: Sequence[int] = range(12)
         if limit := rule.limit:
             groups = ranking.view(limit.num_groups, -1)
             best = groups.topk(limit.best).values.sum(-1).topk(limit.most).indices.tolist()
