@@ -1,6 +1,6 @@
 """A decode step of 32 requests with 32 adapters (rank 8, all projections) against the same step of the base model.
 
-    python -m bench.lora_step --hidden 2048 --layers 4 --csv bench/results/lora_step.csv
+    python -m bench.lora_step --hidden 896 --ffn 4864 --kv-heads 2 --layers 5 --csv bench/lora_step.csv
 
 The model has random weights in Llama's shapes; only the shapes count. Both kinds of request run by turns in one
 engine, so that what else the machine does hits both alike; the figures are ratios of medians, by the clock and of CPU
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from bench.machine import processor
 from engine.engine import Engine
 from engine.request import EngineRequest
 from pagewire.config import EngineOptions
@@ -27,9 +28,11 @@ from pagewire.sampling import SamplingParams
 NUM_ADAPTERS, RANK, PROMPT = 32, 8, 16
 
 
-def make_model(directory: Path, hidden: int, layers: int, dtype: str) -> dict[str, tuple[int, int]]:
+def make_model(
+    directory: Path, hidden: int, ffn: int, kv_heads: int, layers: int, dtype: str
+) -> dict[str, tuple[int, int]]:
     """Writes it; returns the shapes of what adapters change."""
-    ffn, heads, kv_heads, vocab = 4 * hidden, hidden // 64, max(1, hidden // 256), 32000
+    heads, vocab = hidden // 64, 32000
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
@@ -93,6 +96,8 @@ def steps(engine: Engine, names: list[str], num_steps: int) -> list[tuple[float,
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--ffn", type=int, help="4 * hidden if not given")
+    parser.add_argument("--kv-heads", type=int, help="hidden / 256 if not given")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kernels", default="auto")
@@ -104,7 +109,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         torch.manual_seed(0)
-        shapes = make_model(root, given.hidden, given.layers, given.dtype)
+        ffn, kv_heads = given.ffn or 4 * given.hidden, given.kv_heads or max(1, given.hidden // 256)
+        shapes = make_model(root, given.hidden, ffn, kv_heads, given.layers, given.dtype)
         adapters = [f"a{i}" for i in range(NUM_ADAPTERS)]
         for adapter in adapters:
             make_adapter(root / adapter, shapes)
@@ -125,7 +131,8 @@ def main() -> None:
         [statistics.median(each) * 1e3 for each in zip(*found[kind], strict=True)] for kind in ("base", "adapters")
     )
     row = {
-        "numerics": numerics, "threads": given.threads, "hidden": given.hidden, "layers": given.layers,
+        "hardware": processor(), "numerics": numerics, "threads": given.threads, "hidden": given.hidden,
+        "ffn": ffn, "layers": given.layers,
         "adapters": NUM_ADAPTERS, "rank": RANK, "base_ms": round(base, 2), "adapters_ms": round(adapted, 2),
         "ratio": round(adapted / base, 3), "cpu_ratio": round(adapted_cpu / base_cpu, 3),
         "load": round(os.getloadavg()[0], 1),

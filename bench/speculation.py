@@ -157,7 +157,7 @@ def main() -> None:
         "--clock", choices=list(CLOCKS), default="wall", help="cpu: on a busy machine, with --threads 1"
     )
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a CSV, to which a row is added for each point")
     options = parser.parse_args()
     base = EngineOptions(
         model=str(options.model),
@@ -170,7 +170,6 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     prompts = {name: tokenizer.encode(text).ids for name, text in TEXTS.items() if name in options.texts}
     usual = tokenizer.encode(TEXTS["prose"]).ids
-    points: list[Point] = []
     with TemporaryDirectory(prefix="speculation-") as scratch, running(base) as plain:
         for method in options.methods:
             config = config_of(method, options.model, Path(scratch), options.drafts)
@@ -183,12 +182,19 @@ def main() -> None:
                     )
             with running(base, speculative_config=json.dumps(config)) as speculative:
                 for name, prompt in prompts.items():
-                    points.append(measure(method, name, prompt, plain, speculative, cost, options))
-    if options.out:
-        with options.out.open("w", newline="") as file:
-            writer = csv.writer(file)
+                    point = measure(method, name, prompt, plain, speculative, cost, options)
+                    if options.out:
+                        append(point, options.out)
+
+
+def append(point: Point, path: Path) -> None:
+    """As a row of the CSV; what was measured before stays, also in another run."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if is_new:
             writer.writerow([field.name for field in fields(Point)])
-            writer.writerows(astuple(point) for point in points)
+        writer.writerow(astuple(point))
 
 
 def measure(

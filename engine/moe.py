@@ -9,7 +9,7 @@ from engine.model_config import ModelConfig
 from engine.moe_config import MoeConfig
 from engine.weight_source import Projection, WeightSource
 from kernels.products import Product
-from kernels.routing import Routing, route, route_scored
+from kernels.routing import RoutingRule
 
 
 class ExpertsMlp:
@@ -29,9 +29,12 @@ class ExpertsMlp:
         hidden, ffn = config.hidden_size, moe.intermediate_size
         own, wide = moe.deepseek, None if moe.deepseek is None else torch.float32
         self._router = weights.take(f"{name}.gate.weight", (moe.num_experts, hidden), wide)
-        self._bias: Tensor | None = None
-        if own is not None and own.scoring == "sigmoid":
-            self._bias = weights.take(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), wide)
+        self._rule = RoutingRule(moe.top_k, moe.normalize)
+        if own is not None:
+            bias: Tensor | None = None
+            if own.scoring == "sigmoid":
+                bias = weights.take(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), wide)
+            self._rule = RoutingRule(moe.top_k, moe.normalize, own.scoring, bias, own.limit, own.scale)
         self._shared: GatedMlp | None = None
         if own is not None and own.shared_size:
             self._shared = GatedMlp(kernels, weights, f"{name}.shared_experts", config, own.shared_size)
@@ -46,8 +49,8 @@ class ExpertsMlp:
 
     def __call__(self, x: Tensor, step: StepContext, residual: Tensor | None = None) -> Tensor:
         moe = self._moe
-        routing = self._route(x)
-        by_expert = routing.sort(moe.num_experts)
+        routed = self._kernels.route(self._kernels.router_logits(x.to(self._router.dtype), self._router), self._rule)
+        by_expert = routed.by_expert
         rows = x.index_select(0, by_expert.rows)
         activated, results = rows.new_empty(len(rows), moe.intermediate_size), torch.empty_like(rows)
         ups, downs = [], []
@@ -57,23 +60,9 @@ class ExpertsMlp:
             downs.append(Product(activated[start:end], down, results[start:end]))
         self._kernels.linear_each(ups, self._activation)
         self._kernels.linear_each(downs)
-        y = self._kernels.combine(results, routing.weights, by_expert.places)
+        y = self._kernels.combine(results, routed.chosen.weights, by_expert.places)
         if step.group is not None:
             y = step.group.sum(y.float()).to(x.dtype)
         if self._shared is not None:
             y = y + self._shared(x, step)
         return y if residual is None else torch.add(y, residual)
-
-    def _route(self, x: Tensor) -> Routing:
-        moe, own = self._moe, self._moe.deepseek
-        if own is None:
-            return route(self._kernels.router_logits(x, self._router), moe.top_k, normalize=moe.normalize)
-        return route_scored(
-            self._kernels.router_logits(x.float(), self._router),
-            moe.top_k,
-            scoring=own.scoring,
-            bias=self._bias,
-            limit=own.limit,
-            normalize=moe.normalize,
-            scale=own.scale,
-        )

@@ -1,12 +1,11 @@
 """A mixture of experts as config.json describes it: Mixtral's, Qwen3-MoE's and DeepSeek's fields, in one form."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from engine.mla_config import MLA_FAMILIES
-from kernels.routing import GroupLimit
+from kernels.routing import GroupLimit, Scoring
 
-Scoring = Literal["softmax", "sigmoid"]
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

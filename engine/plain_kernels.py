@@ -16,7 +16,7 @@ from kernels.kv_cells import Cells
 from kernels.lora import Lora, add_to_embedding
 from kernels.paged import AttentionPlan, PagedBatch, plan_attention
 from kernels.products import Product, one_by_one
-from kernels.routing import combine
+from kernels.routing import combine, route
 
 
 class KernelSet(Protocol):
@@ -91,6 +91,7 @@ class PlainKernels:
         self.paged_attention = ops.paged_attention
         self.plan_attention = plan_attention
         self.combine = combine
+        self.route = route
 
     def pack(self, *weights: Tensor, biases: Sequence[Tensor] = (), gated: bool = False) -> PlainWeight:
         """Only kept together, nothing is copied; or quantized, with a ValueError for what has no int8 form."""

@@ -3,8 +3,9 @@
     p = softmax(router logits)        in float32, over all experts
     y[row] = Σ_j w_j · expert_j(x[row])    over the row's top_k experts; w = p, or p / Σ p over those with `normalize`
 
-Plain torch, the same for all kernel sets, and row-invariant: a row's experts come from its own logits, ties go to the
-expert of the lower number, and its results are summed in the order of their probabilities, whatever else is there.
+Plain torch; the native set has an op of its own (kernels/cpu/routing.py). Row-invariant: a row's experts come from its
+own logits, ties go to the expert of the lower number, and its results are summed in the order of their probabilities,
+whatever else is there.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+Scoring = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +83,47 @@ class GroupLimit:
         return grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)
 
 
-def route_scored(
-    logits: Tensor,
-    top_k: int,
-    *,
-    scoring: Literal["softmax", "sigmoid"],
-    bias: Tensor | None,
-    limit: GroupLimit | None,
-    normalize: bool,
-    scale: float,
-) -> Routing:
-    """DeepSeek's: the `top_k` experts of the highest score + bias, among the row's groups; weights score · scale.
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How a model picks: the `top_k` experts of the highest score + bias, among the row's groups if there is a `limit`.
 
-    `bias` float32 [num_experts] takes part in the choice alone; `normalize` divides by the sum of the chosen ones'
-    scores before scaling. logits float32 [T, num_experts].
+    `bias` float32 [num_experts] takes part in the choice alone. Weights are the chosen ones' scores, with `normalize`
+    divided by their sum, then times `scale`.
     """
-    scores = _softmax(logits) if scoring == "softmax" else 1.0 / (torch.exp(-logits) + 1.0)
-    ranking = scores if bias is None else scores + bias
-    ranking = ranking if limit is None else limit.of(ranking)
-    experts = ranking.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+
+    top_k: int
+    normalize: bool
+    scoring: Scoring = "softmax"
+    bias: Tensor | None = None
+    limit: GroupLimit | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What a kernel set's `route` gives."""
+
+    chosen: Routing
+    by_expert: Sorted
+
+
+def route(logits: Tensor, rule: RoutingRule) -> Routed:
+    """Where each row goes. logits float32 [T, num_experts]."""
+    chosen = choose(logits, rule)
+    return Routed(chosen, chosen.sort(logits.shape[1]))
+
+
+def choose(logits: Tensor, rule: RoutingRule) -> Routing:
+    """The experts of each row and their weights. logits float32 [T, num_experts]."""
+    scores = _softmax(logits) if rule.scoring == "softmax" else 1.0 / (torch.exp(-logits) + 1.0)
+    ranking = scores if rule.bias is None else scores + rule.bias
+    ranking = ranking if rule.limit is None else rule.limit.of(ranking)
+    # Not topk, which takes any of those that are equal.
+    experts = ranking.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k].contiguous()
     values = scores.gather(1, experts)
-    if normalize:
+    if rule.normalize:
         values = values / (_sum_of_ranks(values) + 1e-20)
-    return Routing(experts, values * scale)
+    return Routing(experts, values * rule.scale)
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -116,14 +137,3 @@ def _sum_of_ranks(values: Tensor) -> Tensor:
     for rank in range(1, values.shape[1]):
         total += values[:, rank : rank + 1]
     return total
-
-
-def route(logits: Tensor, top_k: int, *, normalize: bool) -> Routing:
-    """The `top_k` likeliest experts of each row and their weights. logits float32 [T, num_experts]."""
-    probabilities = _softmax(logits)
-    # Not topk, which takes any of those that are equal.
-    values, experts = probabilities.sort(dim=-1, descending=True, stable=True)
-    values, experts = values[:, :top_k].contiguous(), experts[:, :top_k].contiguous()
-    if normalize:
-        values = values / _sum_of_ranks(values)
-    return Routing(experts, values)

@@ -131,6 +131,7 @@ class AdapterMemory:
         self._list()
         self._paths = {(worker, label): path for (worker, label), path in self._paths.items() if self.wants(label)}
         self._forget_processes(views)
+        self._forget_loads()
         self._seen = dict(views)
 
     def _forget_processes(self, views: Mapping[Process, object]) -> None:
@@ -142,6 +143,16 @@ class AdapterMemory:
         self._settled = {each for each in self._settled if each[0] in kept}
         self._given = {each for each in self._given if each[0] in kept}
         self._withdrawn = {each for each in self._withdrawn if each[0] in kept}
+
+    def _forget_loads(self) -> None:
+        """Those that no question is about any more: a process may live through any number of them."""
+        self._settled = {each for each in self._settled if self.wants(each[1])}
+        self._given = {each for each in self._given if self._matters(*each)}
+        self._withdrawn = {each for each in self._withdrawn if self._matters(*each)}
+
+    def _matters(self, process: Process, label: AdapterLabel) -> bool:
+        """It is wanted, or it was taken away, or the process has it."""
+        return self.wants(label) or label in self._gone or label in self._had.get(process, ())
 
     def _list(self) -> None:
         self.labels = {name: view.label for name, view in self._wanted.items()}

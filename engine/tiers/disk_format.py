@@ -20,7 +20,7 @@ from engine.transfer.checksum import checksum
 from kvstore.hashing import KEY_BYTES
 from kvstore.tier_block import OWNER_BYTES, TierBlock
 
-KV_VERSION = 3
+KV_VERSION = 4
 """Raised with each change of a kernel or model after which tokens have other values. It is in the root of all block
 keys: no KV that the code before has computed is used, be it stored or another worker's."""
 FILE_HEADER_BYTES = 4096

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import reference, tiled
-from kernels.cpu import draws, packed
+from kernels.cpu import draws, packed, routing
 from kernels.cpu.draws import Draw, Drawn
 from kernels.cpu.extension import Extension
 from kernels.cpu.looks import Look, Looks, Seen
@@ -34,6 +34,7 @@ from kernels.kv_cells import Cells, KvFormat
 from kernels.lora import Lora, add_to_embedding
 from kernels.paged import AttentionPlan, PagedBatch
 from kernels.products import Product, one_by_one
+from kernels.routing import Routed, RoutingRule
 
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 _CELL_FORMATS: dict[KvFormat, int] = {"int8": 1, "fp8_e4m3": 2}
@@ -138,6 +139,10 @@ class NativeKernels:
             *(*places.shape, results.shape[1]),
         )
         return out
+
+    def route(self, logits: Tensor, rule: RoutingRule) -> Routed:
+        """Where each row goes. logits float32 [T, num_experts]; see `kernels.cpu.routing`."""
+        return routing.route(self._ops, logits, rule)
 
     def logits(self, x: Tensor, weight: Tensor | NativeWeight, *, lora: Lora | None = None) -> Tensor:
         """y = x Wᵀ in float32, not rounded before. x [M, K], W [V, K] -> [M, V]."""

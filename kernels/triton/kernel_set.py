@@ -20,7 +20,7 @@ from kernels.grouped import GroupedMatrix
 from kernels.kv_cells import Cells, QuantizedCells
 from kernels.lora import Lora
 from kernels.products import Product, one_by_one
-from kernels.routing import combine
+from kernels.routing import Routed, RoutingRule, combine, route
 from kernels.triton import gated_activation, kv_write, rms_norm
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.device import device_arch
@@ -100,6 +100,10 @@ class TritonKernels:
     def combine(self, results: Tensor, weights: Tensor, places: Tensor) -> Tensor:
         """See `kernels.routing`."""
         return combine(results, weights, places)
+
+    def route(self, logits: Tensor, rule: RoutingRule) -> Routed:
+        """See `kernels.routing`."""
+        return route(logits, rule)
 
     def logits(self, x: Tensor, weight: TritonWeight, *, lora: Lora | None = None) -> Tensor:
         """y = x Wᵀ in float32. x [M, K] -> [M, V]."""

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from pagewire.worker_view import AdapterLabel, AdapterView
 from router.adapter_memory import AdapterMemory, Told
 
@@ -114,3 +116,20 @@ def test_what_was_given_comes_back_when_its_successor_is_taken_back() -> None:
     assert memory.labels == {"a": A.label}
     assert memory.is_over(NEWER.label)
     assert memory.observe(told(p=(A,), again=())) == {D_AGAIN: [A]}
+
+
+def test_loads_that_are_over_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process that lives through many of them and can take none: nothing grows with their number."""
+    monkeypatch.setattr("router.adapter_memory._MOST_GONE", 3)
+    memory, sizes = AdapterMemory(), set()
+    for generation in range(1, 41):
+        here = told(p=(view("a", generation),), d=())
+        label = view("a", generation).label
+        assert memory.observe(here) == {D: [view("a", generation)]}
+        memory.give(D, label)
+        memory.settle(D, label)
+        memory.withdraw(D, label)
+        memory.observe(told(p=(view("a", generation),), d=()))
+        assert memory.observe(here) == {}, "it is settled as long as it is wanted"
+        sizes.add((len(memory._settled), len(memory._given), len(memory._withdrawn)))
+    assert sizes <= {(1, n, n) for n in range(1, 5)}

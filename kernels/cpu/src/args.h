@@ -50,6 +50,19 @@ struct CombineArgs {
   int64_t num_rows, top_k, size;
 };
 
+// The top_k experts of each row and their weights (routing.h). logits [num_rows, num_experts]; experts and weights
+// [num_rows, top_k].
+struct RouteArgs {
+  const float* logits;
+  const float* bias;  // [num_experts], in the choice alone; null: none
+  int64_t* experts;
+  float* weights;
+  int64_t num_rows, num_experts, top_k;
+  int64_t num_groups, limit_groups, limit_best;  // only experts of the best groups; 0: of all
+  bool sigmoid, normalize;                       // scores: else a softmax; weights divided by their sum
+  float scale;                                   // then times this
+};
+
 // `linear` over a weight of 4 or 8 bit numbers with scales for each `group` of k (grouped.h).
 struct GroupedArgs {
   LinearArgs linear;

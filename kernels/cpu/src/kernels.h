@@ -57,6 +57,7 @@ struct Kernels {
   Op<Beside> totals;
   Op<RowLooksArgs> row_looks;
   Op<DrawsArgs> draws;
+  Op<RouteArgs> route;
   const OpsOfType& of(int dtype) const { return dtype == BFLOAT16 ? bfloat16 : float32; }
 };
 

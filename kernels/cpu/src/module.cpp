@@ -9,6 +9,7 @@
 
 #include "bandwidth.h"
 #include "exchange.h"
+#include "expert_order.h"
 #include "isa.h"
 #include "pack.h"
 #include "pool.h"
@@ -419,6 +420,18 @@ void combine(int dtype, Address results, Address weights, Address places, Addres
   run(ops(dtype).combine, args, num_rows * top_k * size >= SMALL);
 }
 
+// `rows` and `places` as in expert_order.h; returns its spans.
+std::vector<Span> route(Address logits, Address bias, Address experts, Address weights, Address rows, Address places,
+                        int64_t num_rows, int64_t num_experts, int64_t top_k, int64_t num_groups, int64_t limit_groups,
+                        int64_t limit_best, bool sigmoid, bool normalize, float scale) {
+  if (!active) throw std::runtime_error("no instruction set is in use; call use() first");
+  const RouteArgs args{at<float>(logits), at<float>(bias), at<int64_t>(experts), at<float>(weights), num_rows,
+                       num_experts,       top_k,           num_groups,           limit_groups,       limit_best,
+                       sigmoid,           normalize,       scale};
+  run(active->route, args, num_rows * num_experts >= SMALL);
+  return order_by_expert(args.experts, num_rows, top_k, num_experts, at<int64_t>(rows), at<int64_t>(places));
+}
+
 void row_looks(Address looks, int64_t num_looks, int64_t num_columns) {
   if (!active) throw std::runtime_error("no instruction set is in use; call use() first");
   std::vector<LookPart> parts(num_looks);
@@ -448,7 +461,7 @@ void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num
 
 NB_MODULE(pagewire_kernels_cpu, m) {
   m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
-  m.attr("ABI") = 8;
+  m.attr("ABI") = 9;
   nb::set_leak_warnings(false);  // an engine may live until its process ends, and its exchange with it
   m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
   m.def("use", &use, "pick the instruction set that the ops run on");
@@ -474,6 +487,7 @@ NB_MODULE(pagewire_kernels_cpu, m) {
   m.def("lora", &lora, unlocked);
   m.def("linear_each", &linear_each, unlocked);
   m.def("combine", &combine, unlocked);
+  m.def("route", &route, unlocked);
   m.def("row_looks", &row_looks, unlocked);
   m.def("draws", &draws, unlocked);
   m.attr("LOOK_BYTES") = sizeof(Look);
