@@ -16,6 +16,9 @@ VARIABLE = "PAGEWIRE_CPU_TURNS"
 """Names the directory of the locks; `pagewire up` sets it where each of its workers uses all cores."""
 MOST_SECONDS = 2.0
 REST_SECONDS = 30.0
+WORKING_SHARE = 0.1
+"""Of a processor, at least, used by a process that is at work and not frozen."""
+_PID_BYTES = 8
 _LOOK_SECONDS = 0.05
 """Between two looks at a lock whose bell does not ring: its process may have died."""
 
@@ -26,8 +29,8 @@ class Turns:
         A   turn ────────┐door…      ┌turn ───
         B   door.........└turn ──────┘door…
 
-    A turn is a courtesy: the other may be frozen. Who has waited `MOST_SECONDS` goes on without, and waits no more
-    before it has had one or `REST_SECONDS` are over: a busy other never leaves the turn free by itself. A lock ends
+    A turn is a courtesy: the other may be frozen. Who has waited `MOST_SECONDS` goes on without. Did the other one not
+    even use a processor meanwhile, it waits no more before it has had a turn or `REST_SECONDS` are over. A lock ends
     with the process that has it.
     """
 
@@ -41,16 +44,32 @@ class Turns:
     def one(self) -> Iterator[None]:
         """Waits for its turn, and gives it up at the end."""
         now = time.monotonic()
-        deadline = now
-        if now >= self._waits_from:
-            deadline, self._waits_from = now + MOST_SECONDS, now + MOST_SECONDS + REST_SECONDS
-        with ExitStack() as stack:
-            if self._door.take(deadline):
-                if self._turn.take(deadline):
-                    self._waits_from = 0.0
-                    stack.callback(self._turn.give_up)
-                self._door.give_up()
+        has_turn = self._take(now) or (now >= self._waits_from and self._wait(now))
+        try:
+            if has_turn:
+                self._waits_from = 0.0
             yield
+        finally:
+            if has_turn:
+                self._turn.give_up()
+
+    def _take(self, deadline: float) -> bool:
+        if not self._door.take(deadline):
+            return False
+        try:
+            return self._turn.take(deadline)
+        finally:
+            self._door.give_up()
+
+    def _wait(self, now: float) -> bool:
+        """False if it goes on without: beside one that is slow, or frozen."""
+        owner, cpu_seconds = self._turn.owner()
+        if self._take(now + MOST_SECONDS):
+            return True
+        owner_now, cpu_seconds_now = self._turn.owner()
+        if owner_now == owner and cpu_seconds_now - cpu_seconds < WORKING_SHARE * MOST_SECONDS:
+            self._waits_from = now + MOST_SECONDS + REST_SECONDS
+        return False
 
     def close(self) -> None:
         self._closing.close()
@@ -84,6 +103,7 @@ class _Lock:
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.pwrite(self._file, os.getpid().to_bytes(_PID_BYTES, "little"), 0)
                 return True
             except BlockingIOError:
                 if (seconds := deadline - time.monotonic()) <= 0:
@@ -92,10 +112,24 @@ class _Lock:
                 with suppress(BlockingIOError):  # another one has heard it
                     os.read(self._bell, 4096)
 
+    def owner(self) -> tuple[int, float]:
+        """The process that had it last, and the CPU time it has used."""
+        pid = int.from_bytes(os.pread(self._file, _PID_BYTES, 0), "little")
+        return pid, _cpu_seconds(pid)
+
     def give_up(self) -> None:
         fcntl.flock(self._file, fcntl.LOCK_UN)
         with suppress(BlockingIOError):  # it rings already
             os.write(self._bell, b".")
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of all its threads; 0 if there is no such process to be seen."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def turns_of_environment() -> Turns | None:

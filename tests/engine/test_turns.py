@@ -1,9 +1,11 @@
 """Turns of processes that share cores: one at a time, in turn, and never a reason to stop."""
 
+import os
 import subprocess
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,7 @@ def test_a_bell_that_nobody_hears_never_stops_who_rings(tmp_path: Path) -> None:
 
 def test_who_is_frozen_holds_nobody_up_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(turns, "_cpu_seconds", lambda pid: 7.0)
     frozen, mine = Turns(tmp_path), Turns(tmp_path)
     with frozen.one():
         assert has_waited(mine)
@@ -97,15 +100,38 @@ def test_who_is_frozen_holds_nobody_up_for_ever(tmp_path: Path, monkeypatch: pyt
     mine.close()
 
 
-def test_who_went_on_without_tries_again_after_a_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other was slow once, and its turns follow one another without a gap since."""
+def test_who_is_slow_is_waited_for_at_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill of many seconds: the streams beside it get on, and are in its way as little as may be."""
+    monkeypatch.setattr(turns, "MOST_SECONDS", 0.05)
+    cpu_seconds = count(step=turns.WORKING_SHARE * 0.05)
+    monkeypatch.setattr(turns, "_cpu_seconds", lambda pid: next(cpu_seconds) if pid == os.getpid() else 0.0)
+    slow, mine = Turns(tmp_path), Turns(tmp_path)
+    with slow.one():
+        assert has_waited(mine)
+        assert has_waited(mine)
+    slow.close()
+    mine.close()
+
+
+def test_cpu_time_is_that_of_the_process() -> None:
+    before, began = turns._cpu_seconds(os.getpid()), time.process_time()
+    while time.process_time() - began < 0.1:
+        pass
+    assert turns._cpu_seconds(os.getpid()) - before >= 0.05
+    assert turns._cpu_seconds(0) == 0.0
+
+
+def test_who_went_on_beside_a_frozen_one_tries_again_after_a_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(turns, "MOST_SECONDS", 0.05)
     monkeypatch.setattr(turns, "REST_SECONDS", 0.0)
-    busy, mine = Turns(tmp_path), Turns(tmp_path)
-    with busy.one():
+    monkeypatch.setattr(turns, "_cpu_seconds", lambda pid: 7.0)
+    frozen, mine = Turns(tmp_path), Turns(tmp_path)
+    with frozen.one():
         assert has_waited(mine)
         assert has_waited(mine)
-    busy.close()
+    frozen.close()
     mine.close()
 
 
