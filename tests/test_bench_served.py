@@ -39,12 +39,17 @@ class _Slow:
 
 
 async def test_a_load_that_is_too_much_shows_in_the_backlog() -> None:
-    plan = Interference(1, (1, 4), (9, 2), (2, 2), every=0.1, short_every=0.05, num_longs=2, lead=0.01)
+    plan = Interference(1, (1, 4), (9, 2), (2, 2), every=0.1, num_longs=2)
     system = _Slow(plan, late=0.2)
     found = await interfere(system, plan)
     assert system.num_longs == 2
     assert found["backlog_ms"] >= 200
     assert found["itl_p50_ms"] >= 1
+
+
+def test_the_goals_load_is_that_of_every_eight_seconds() -> None:
+    plan = Interference()
+    assert (plan.every, plan.short_every, plan.lead, plan.seconds) == (8.0, 2.0, 4.0, 24.0)
 
 
 def test_there_is_every_point() -> None:

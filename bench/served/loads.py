@@ -75,9 +75,15 @@ class Interference:
     long: tuple[int, int] = (2048, 8)
     short: tuple[int, int] = (64, 8)
     every: float = 8.0
-    short_every: float = 2.0
     num_longs: int = 3
-    lead: float = 4.0
+
+    @property
+    def short_every(self) -> float:
+        return self.every / 4
+
+    @property
+    def lead(self) -> float:
+        return self.every / 2
 
     @property
     def seconds(self) -> float:
