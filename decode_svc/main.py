@@ -1,11 +1,11 @@
 """`pagewire decode`: runs one decode worker until SIGTERM."""
 
-import asyncio
 import logging
 
 from decode_svc.app import DecodeApp
 from engine.engine import Engine
 from engine.worker_setup import check_before_loading, load_engine
+from pagewire import event_loop
 from pagewire.config import WorkerConfig
 from pagewire.free_memory import keep_free_memory
 from pagewire.worker_process import start_metrics
@@ -19,7 +19,7 @@ def run(config: WorkerConfig) -> int:
     engine = load_engine(config.engine)
     keep_free_memory()
     try:
-        asyncio.run(_serve(config, engine))
+        event_loop.run(_serve(config, engine))
     finally:
         engine.close()
     return 0

@@ -1,10 +1,10 @@
 """`pagewire prefill`: runs one prefill worker until SIGTERM."""
 
-import asyncio
 import logging
 
 from engine.engine import Engine
 from engine.worker_setup import check_before_loading, load_engine
+from pagewire import event_loop
 from pagewire.config import EngineOptions, WorkerConfig
 from pagewire.free_memory import keep_free_memory
 from pagewire.worker_process import start_metrics
@@ -19,7 +19,7 @@ def run(config: WorkerConfig) -> int:
     engine = load_engine(engine_options(config))
     keep_free_memory()
     try:
-        asyncio.run(_serve(config, engine))
+        event_loop.run(_serve(config, engine))
     finally:
         engine.close()
     return 0

