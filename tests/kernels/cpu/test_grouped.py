@@ -4,6 +4,7 @@ Where x goes in fixed point the oracle's x is that too (kernels/grouped.py), so 
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -196,6 +197,26 @@ def test_every_number_is_exact(native: NativeKernels) -> None:
             result = native.logits(torch.eye(128, dtype=dtype)[:rows], pack(native, weight, dtype=dtype))
             with case(dtype, kind, rows):
                 assert torch.equal(result, weight.dequantized().T[:rows])
+
+
+def test_the_largest_sums_fit(native: NativeKernels) -> None:
+    """Every number and every x the largest of their kind: sums of a group's products stay within 32 bits."""
+    largest = 2 - 2.0**-7  # 255 * 2^-7: in fixed point 32640
+    for kind in RANGES:
+        for at_top in (True, False):
+            weight = _extreme(kind, at_top=at_top)
+            packed = pack(native, weight, dtype=torch.bfloat16)
+            for rows, sign in itertools.product((1, 2, 3, 9), (1.0, -1.0)):
+                x = torch.full((rows, 256), sign * largest, dtype=torch.bfloat16)
+                expected, error = product(x, weight)
+                with case(kind, at_top, rows, sign):
+                    assert_within(native.logits(x, packed), expected, error)
+
+
+def _extreme(kind: Numbers, *, at_top: bool) -> GroupedMatrix:
+    weight = matrix(kind, 40, 256, 128, seed=1) if kind in KINDS else k_matrix(kind, 40, 256, seed=1)
+    numbers = torch.full_like(weight.numbers, RANGES[kind][at_top])
+    return replace(weight, numbers=numbers)
 
 
 def test_a_row_is_the_same_in_any_company(native: NativeKernels) -> None:

@@ -27,6 +27,9 @@ template <int N>
 INLINE ivec right16(ivec v) { return _mm512_srli_epi16(v, N); }
 template <int N>
 INLINE ivec signed_right16(ivec v) { return _mm512_srai_epi16(v, N); }
+template <int N>
+INLINE ivec signed_right32(ivec v) { return _mm512_srai_epi32(v, N); }
+INLINE ivec iadd(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
 INLINE vec to_floats(ivec v) { return _mm512_cvtepi32_ps(v); }
 INLINE vec load_unsigned(const char* p) { return to_floats(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 INLINE vec load_signed(const char* p) { return to_floats(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
@@ -36,7 +39,7 @@ INLINE void store_int16(int16_t* p, vec x) {
 #if defined(__AVX512VNNI__)
 INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return _mm512_dpwssd_epi32(sum, a, b); }
 #else
-INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }
+INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return add_in_order(sum, _mm512_madd_epi16(a, b)); }
 #endif
 #else
 typedef __m256i ivec;
@@ -52,6 +55,9 @@ template <int N>
 INLINE ivec right16(ivec v) { return _mm256_srli_epi16(v, N); }
 template <int N>
 INLINE ivec signed_right16(ivec v) { return _mm256_srai_epi16(v, N); }
+template <int N>
+INLINE ivec signed_right32(ivec v) { return _mm256_srai_epi32(v, N); }
+INLINE ivec iadd(ivec a, ivec b) { return _mm256_add_epi32(a, b); }
 INLINE vec to_floats(ivec v) { return _mm256_cvtepi32_ps(v); }
 INLINE vec load_unsigned(const char* p) { return to_floats(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 INLINE vec load_signed(const char* p) { return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
@@ -59,7 +65,7 @@ INLINE void store_int16(int16_t* p, vec x) {
   const __m256i words = _mm256_cvtps_epi32(x);
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
-INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return add_in_order(sum, _mm256_madd_epi16(a, b)); }
 #endif
 
 // Two neighbours of x in all lanes. GCC 12 loads hundreds of them ahead when it may, and then has them all in memory.
@@ -74,27 +80,41 @@ INLINE ivec broadcast_pair(const int16_t* x) {
   return pairs;
 }
 
-// Field P of BITS bits in each half of the word at p, moved to bit 4.
-template <int P, int BITS>
-INLINE ivec high_bits(const char* p) {
-  constexpr int from = P * BITS;
-  if constexpr (from > 4) return right16<from - 4>(iload(p));
-  if constexpr (from < 4) return left16<4 - from>(iload(p));
-  return iload(p);
+template <int N>
+INLINE ivec shifted16(ivec v) {  // to the left, or right if N is negative
+  if constexpr (N > 0) return left16<N>(v);
+  if constexpr (N < 0) return right16<-N>(v);
+  return v;
 }
 
-// pair<P>: pair P of a unit, for the rows from lane v W on. ZERO is what must be added to the numbers as they are stored.
+// pair<P>: pair P of a unit, for the rows from lane v W on. ZERO is what must be added to the numbers as they are stored, START
+// to those that come out. pair_in_place<P>: times 16 if P is odd, for an instruction less.
 template <int OFFSET>
 struct FixedNibbles {
   static constexpr int64_t DEPTH = 128, UNIT_BYTES = 4 * 64;
   static constexpr int32_t ZERO = OFFSET;
-  static constexpr bool NIBBLES = true, GROUPS_OF_16 = false;
+  static constexpr bool PACKED = true, NIBBLES = true, GROUPS_OF_16 = false;
+#if defined(__AVX512F__)
+  static constexpr int32_t START = ZERO;
   template <int P>
   INLINE ivec pair(const char* unit, int v) {
     const ivec words = iload(unit + P / 4 * 64 + v * W * 4);
     if constexpr (P % 4 == 3) return signed_right16<12>(words);
     if constexpr (P % 4 < 3) return signed_right16<12>(left16<12 - P % 4 * 4>(words));
   }
+#else
+  static constexpr int32_t START = ZERO - 8;  // 0 ... 15: any port can mask, two can shift
+  INLINE ivec words(const char* unit, int P, int v) { return ixor(iload(unit + P / 4 * 64 + v * W * 4), iset(0x88888888)); }
+  template <int P>
+  INLINE ivec pair(const char* unit, int v) {
+    const ivec moved = shifted16<P % 4 * -4>(words(unit, P, v));
+    return P % 4 == 3 ? moved : iand(moved, iset(0x000f000f));
+  }
+  template <int P>
+  INLINE ivec pair_in_place(const char* unit, int v) {
+    return iand(shifted16<P % 4 / 2 * -8>(words(unit, P, v)), iset(P % 2 ? 0x00f000f0 : 0x000f000f));
+  }
+#endif
   static int32_t at(const char* unit, int64_t k) {
     return (int32_t)((*(const uint32_t*)(unit + k / 8 * 64)) << (28 - 4 * (k % 8))) >> 28;
   }
@@ -102,14 +122,21 @@ struct FixedNibbles {
 template <int BITS, int OFFSET>
 struct FixedPlanes {
   static constexpr int64_t DEPTH = 128, UNIT_BYTES = (4 + BITS) * 64;
-  static constexpr int32_t ZERO = OFFSET;
-  static constexpr bool NIBBLES = true, GROUPS_OF_16 = BITS == 2;
-  static constexpr int PER_PLANE = 16 / BITS;
+  static constexpr int32_t ZERO = OFFSET, START = OFFSET;
+  static constexpr bool PACKED = true, NIBBLES = true, GROUPS_OF_16 = BITS == 2;
+  static constexpr int PER_PLANE = 16 / BITS, MASK = BITS == 1 ? 0x00100010 : 0x00300030;
+  INLINE ivec words(const char* unit, int P, int v) { return iload(unit + P / 4 * 64 + v * W * 4); }
+  INLINE ivec plane(const char* unit, int P, int v) { return iload(unit + (4 + P / PER_PLANE) * 64 + v * W * 4); }
   template <int P>
   INLINE ivec pair(const char* unit, int v) {
-    const ivec low = iand(right16<P % 4 * 4>(iload(unit + P / 4 * 64 + v * W * 4)), iset(0x000f000f));
-    const ivec high = high_bits<P % PER_PLANE, BITS>(unit + (4 + P / PER_PLANE) * 64 + v * W * 4);
-    return and_or(high, iset(BITS == 1 ? 0x00100010 : 0x00300030), low);
+    const ivec low = iand(shifted16<P % 4 * -4>(words(unit, P, v)), iset(0x000f000f));
+    return and_or(shifted16<4 - P % PER_PLANE * BITS>(plane(unit, P, v)), iset(MASK), low);
+  }
+  template <int P>
+  INLINE ivec pair_in_place(const char* unit, int v) {
+    constexpr int AT = P % 2 * 4;
+    const ivec low = iand(shifted16<P % 4 / 2 * -8>(words(unit, P, v)), iset(0x000f000f << AT));
+    return and_or(shifted16<4 + AT - P % PER_PLANE * BITS>(plane(unit, P, v)), iset(MASK << AT), low);
   }
   static int32_t at(const char* unit, int64_t k) {
     const int64_t pair = k / 8 * 4 + k % 4, second = k % 8 / 4;
@@ -120,8 +147,8 @@ struct FixedPlanes {
 };
 struct FixedBytes {
   static constexpr int64_t DEPTH = DEPTH_INT8, UNIT_BYTES = 8 * 64;
-  static constexpr int32_t ZERO = 0;
-  static constexpr bool NIBBLES = false, GROUPS_OF_16 = false;
+  static constexpr int32_t ZERO = 0, START = 0;
+  static constexpr bool PACKED = true, NIBBLES = false, GROUPS_OF_16 = false;
   template <int P>
   INLINE ivec pair(const char* unit, int v) {
     const ivec words = iload(unit + P / 2 * 64 + v * W * 4);
@@ -133,7 +160,7 @@ struct FixedBytes {
 template <typename N>
 struct FixedSpread {
   static constexpr int64_t DEPTH = N::DEPTH, UNIT_BYTES = 16 * 64;
-  static constexpr bool GROUPS_OF_16 = N::GROUPS_OF_16;
+  static constexpr bool PACKED = false, NIBBLES = false, GROUPS_OF_16 = N::GROUPS_OF_16;
   template <int P>
   INLINE ivec pair(const char* unit, int v) { return iload(unit + P * 64 + v * W * 4); }
 };
@@ -204,7 +231,7 @@ void fixed_rows(const FixedRowsArgs& a, const Region& region) {
         for (int64_t i = 0; i < N::DEPTH; i += a.flush, g += a.num_rows) {
           int32_t sum = 0;
           for (int64_t j = i; j < i + a.flush; ++j) sum += out[j];
-          a.starts[g] = N::ZERO * sum;
+          a.starts[g] = N::START * sum;
           a.sums[g] = (float)sum;
         }
         for (int64_t i = 0; i < N::DEPTH; i += 8)

@@ -9,8 +9,10 @@
 // A group is 32 or 64 deep or whole blocks, and scales lie [panel][group][32 rows].
 #pragma once
 
-// load<J>: number J of each word, times 1 / UNIT, exact in float32 and in bfloat16.
+// load<J>: number J of each word, times 1 / UNIT, exact in float32 and in bfloat16; of words that `open` has prepared.
 struct Int4 {
+  typedef const char* Opened;
+  static Opened open(const char* p) { return p; }
   static constexpr int PER_WORD = 8;
   static constexpr int64_t DEPTH = 128;
 #if defined(__AVX512F__)
@@ -34,6 +36,8 @@ struct Int4 {
 };
 
 struct Int8 {
+  typedef const char* Opened;
+  static Opened open(const char* p) { return p; }
   static constexpr int PER_WORD = 4;
   static constexpr int64_t DEPTH = DEPTH_INT8;
   static constexpr float UNIT = BYTE_UNIT;
@@ -49,6 +53,8 @@ struct Fp8 {
   // Sign, exponent and fraction go where float16 has them, whose exponent counts from another zero. Its conversion is right for
   // the smallest numbers too, also where those of float32 are taken for zero.
 #if defined(__AVX512F__)
+  typedef const char* Opened;
+  static Opened open(const char* p) { return p; }
   template <int J>
   INLINE vec load(const char* p) {
     __m512i words = _mm512_loadu_si512(p);
@@ -57,12 +63,22 @@ struct Fp8 {
     return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
   }
 #else
+  // As float16, those of one place side by side: the first and third, the second and fourth.
+  struct Opened {
+    __m256i even, odd;
+  };
+  INLINE Opened open(const char* p) {
+    const __m256i by_place = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
+                                              0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m256i bytes = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)p), by_place);
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    return {halves(_mm256_unpacklo_epi8(bytes, bytes)), halves(_mm256_unpackhi_epi8(bytes, bytes))};
+  }
+  INLINE __m256i halves(__m256i twice) { return _mm256_and_si256(_mm256_srai_epi16(twice, 1), _mm256_set1_epi16((short)0xbf80)); }
   template <int J>
-  INLINE vec load(const char* p) {
-    __m256i words = _mm256_loadu_si256((const __m256i*)p);
-    if (J < 3) words = _mm256_slli_epi32(words, 24 - 8 * J);
-    words = _mm256_and_si256(_mm256_srai_epi32(words, 17), _mm256_set1_epi32(0xbf80));
-    return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  INLINE vec load(const Opened& words) {
+    const __m256i both = J % 2 ? words.odd : words.even;
+    return _mm256_cvtph_ps(J / 2 ? _mm256_extracti128_si256(both, 1) : _mm256_castsi256_si128(both));
   }
 #endif
   static float at(uint32_t word, int64_t j) {
@@ -71,25 +87,27 @@ struct Fp8 {
   }
 };
 
-// The numbers J and after of one word row of a strip, into the tile order of T; the first of all is number k of its row.
+// The numbers J and after of W words of a strip, into the tile order of T; the first of all is number k of its row.
 template <typename N, int J = 0>
-INLINE void spread_word(const char* from, char* strip, int64_t k, float) {
+INLINE void spread_words(const typename N::Opened& words, char* strip, int64_t k, float) {
   if constexpr (J < N::PER_WORD) {
-    char* to = strip + (k + J) / 16 * BLOCK_BYTES + (k + J) % 16 * 64;
-    for (int v = 0; v < VECTORS; ++v) vstore((float*)to + v * W, N::template load<J>(from + v * W * 4));
-    spread_word<N, J + 1>(from, strip, k, 0.0f);
+    vstore((float*)(strip + (k + J) / 16 * BLOCK_BYTES + (k + J) % 16 * 64), N::template load<J>(words));
+    spread_words<N, J + 1>(words, strip, k, 0.0f);
   }
 }
 template <typename N, int J = 0>
-INLINE void spread_word(const char* from, char* strip, int64_t k, bf16) {
+INLINE void spread_words(const typename N::Opened& words, char* strip, int64_t k, bf16) {
   if constexpr (J < N::PER_WORD) {
     char* to = strip + (k + J) / 32 * BLOCK_BYTES + (k + J) % 32 / 2 * 64;
-    for (int v = 0; v < VECTORS; ++v) {
-      const char* words = from + v * W * 4;
-      store_pair(to + v * W * 4, N::template load<J>(words), N::template load<J + 1>(words));
-    }
-    spread_word<N, J + 2>(from, strip, k, bf16());
+    store_pair(to, N::template load<J>(words), N::template load<J + 1>(words));
+    spread_words<N, J + 2>(words, strip, k, bf16());
   }
+}
+
+// One word row of a strip, 16 words.
+template <typename N, typename T>
+INLINE void spread_word(const char* from, char* strip, int64_t k, T type) {
+  for (int v = 0; v < VECTORS; ++v) spread_words<N>(N::open(from + v * W * 4), strip + v * W * 4, k, type);
 }
 
 // Blocks of a panel, as blocks of DEPTH<T> k of T, times 1 / UNIT: exact in either type.

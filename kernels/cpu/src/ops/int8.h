@@ -6,6 +6,29 @@ constexpr int64_t DEPTH_INT8 = 64;  // of a block
 // Byte J of each word times 2^24, as float32 (exact): at the top of the word it has its sign without a shift back.
 constexpr float BYTE_UNIT = 0x1p-24f;
 
+// Packed numbers take longer to unpack than processors look ahead in memory: on Zen 3 8 KB ahead streams them 1.3 to 1.5 times
+// as fast. Measured there only.
+#if defined(__AVX512F__)
+constexpr bool PREFETCHES = false;
+INLINE void prefetch_ahead(const char*) {}
+#else
+constexpr bool PREFETCHES = true;
+INLINE void prefetch_ahead(const char* p) { _mm_prefetch(p + (8 << 10), _MM_HINT_T0); }
+#endif
+
+// sum + x as it stands here: GCC 12 else adds a loop's integers up in a tree, all of whose leaves wait in memory.
+#if defined(__AVX512F__)
+INLINE __m512i add_in_order(__m512i sum, __m512i x) {
+  asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(x));
+  return sum;
+}
+#else
+INLINE __m256i add_in_order(__m256i sum, __m256i x) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x));
+  return sum;
+}
+#endif
+
 #if defined(__AVX512F__)
 template <int J>
 INLINE vec load_byte(const char* p) {

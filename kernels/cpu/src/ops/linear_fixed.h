@@ -3,17 +3,20 @@
 //   part += (the integer sum of x and the numbers) * scale + (the integer sum of x) * offset;   out += part * x's 2^e
 //
 // each term one fused multiply-add. Up to FIXED_ROWS rows take the pairs from the packed words; more from the thread's scratch,
-// where a block of a panel is spread out once. The sums are the same integers.
+// where a block of a panel is spread out once. The sums are the same integers. A block's scales and offsets are made once for
+// all rows.
 #pragma once
 
 #if defined(__AVX512F__)
 constexpr int64_t FIXED_ROWS = 12;  // 12 sums and 12 parts in 32 registers
 #else
-constexpr int64_t FIXED_ROWS = 2;
+constexpr int64_t FIXED_ROWS = 4;     // from the packed words
+constexpr int64_t FIXED_AT_ONCE = 4;  // 8 sums, two numbers, four x in 16 registers; parts wait in L1
+constexpr int IN_PLACE_ROWS = 2;
 #endif
 
-// Scales and offsets of a panel's group, for the 16 rows from n on: float32, float16, or two-level ones as llama.cpp's K types
-// have them, whose products are exact in float32 (kernels/grouped.py). `form` ONE: the row's scale comes at the end.
+// Scales and offsets of a panel's groups in float32: as they are stored, or made of float16 or of the two-level ones of llama.cpp's
+// K types, whose products are exact in float32 (kernels/grouped.py). `form` ONE: the row's scale comes at the end.
 struct FixedScales {
   int form;
   int64_t group_stride;  // weight groups: more than one flush may share one
@@ -43,6 +46,21 @@ struct FixedScales {
   }
 };
 
+// Those of a block's groups, of which there are 8 at most: [group][32].
+struct BlockScales {
+  float scales[8 * PANEL], offsets[8 * PANEL];
+  bool has_offsets;
+
+  __attribute__((always_inline)) void read(const FixedScales& s, int64_t first_group, int64_t num_groups) {
+    has_offsets = s.has_offsets();
+    for (int64_t n = 0; n < PANEL; n += W)
+      for (int64_t g = 0; g < num_groups; ++g) {
+        vstore(scales + g * PANEL + n, s.scale(first_group + g, n));
+        if (has_offsets) vstore(offsets + g * PANEL + n, s.offset(first_group + g, n));
+      }
+  }
+};
+
 // Rows from `row` on of the fixed x, in one block: x [ROWS][DEPTH].
 struct FixedRows {
   const int16_t* x;
@@ -59,24 +77,66 @@ struct FixedRows {
         num_rows(g.linear.m) {}
 };
 
-template <typename N, int ROWS, int P>
-INLINE void multiply_pair(const int16_t* x, const char* unit, ivec (*acc)[VECTORS]) {
-#pragma GCC unroll 2
-  for (int v = 0; v < VECTORS; ++v) {
-    const ivec q = N::template pair<P>(unit, v);
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i) acc[i][v] = dot_pairs(acc[i][v], q, broadcast_pair(x + i * N::DEPTH + P * 2));
-  }
-}
+#if defined(__AVX512F__)
+template <typename N, int ROWS>
+constexpr bool IN_PLACE = false;
+#else
+template <typename N, int ROWS>
+constexpr bool IN_PLACE = N::NIBBLES && ROWS <= IN_PLACE_ROWS;  // odd pairs times 16, in sums of their own
+#endif
 
-template <typename N, int ROWS, int FROM, int... P>
-INLINE void multiply_half(const int16_t* x, const char* unit, ivec (*acc)[VECTORS], std::integer_sequence<int, P...>) {
-  (multiply_pair<N, ROWS, FROM + P>(x, unit, acc), ...);
+// Sums of pairs for some rows; `odd`: those that are 16 times as much.
+template <typename N, int ROWS>
+struct PairSums {
+  ivec even[ROWS][VECTORS], odd[IN_PLACE<N, ROWS> ? ROWS : 1][VECTORS];
+
+  __attribute__((always_inline)) void start(const int32_t* starts) {
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; ++v) {
+        even[i][v] = iset(starts[i]);
+        if constexpr (IN_PLACE<N, ROWS>) odd[i][v] = iset(0);
+      }
+  }
+
+  template <int P>
+  __attribute__((always_inline)) void add(const int16_t* x, const char* unit) {
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) {
+      if constexpr (IN_PLACE<N, ROWS>) {
+        const ivec q = N::template pair_in_place<P>(unit, v);
+        for (int i = 0; i < ROWS; ++i) {
+          ivec& sum = P % 2 ? odd[i][v] : even[i][v];
+          sum = dot_pairs(sum, q, broadcast_pair(x + i * N::DEPTH + P * 2));
+        }
+      } else {
+        const ivec q = N::template pair<P>(unit, v);
+#pragma GCC unroll 16
+        for (int i = 0; i < ROWS; ++i) even[i][v] = dot_pairs(even[i][v], q, broadcast_pair(x + i * N::DEPTH + P * 2));
+      }
+    }
+  }
+  template <int FROM, int... P>
+  __attribute__((always_inline)) void add_half(const int16_t* x, const char* unit, std::integer_sequence<int, P...>) {
+    (add<FROM + P>(x, unit), ...);
+  }
+
+  __attribute__((always_inline)) vec at(int i, int v) const {
+    if constexpr (IN_PLACE<N, ROWS>) return to_floats(iadd(even[i][v], signed_right32<4>(odd[i][v])));
+    return to_floats(even[i][v]);
+  }
+};
+
+template <typename N>
+INLINE void prefetch_unit(const char* unit) {
+  if constexpr (N::PACKED)
+    for (int64_t i = 0; i < N::UNIT_BYTES; i += 64) prefetch_ahead(unit + i);
 }
 
 // Both strips of one block: total [ROWS][32] += . `b`: its packed words.
 template <typename N, int ROWS>
-void multiply_fixed(const FixedRows& r, const FixedScales& s, const char* b, int64_t block, int64_t flush, float* total) {
+void multiply_fixed(const FixedRows& r, const BlockScales& s, const char* b, int64_t flush, float* total) {
   typedef std::make_integer_sequence<int, 8> Half;
   for (int strip = 0; strip < 2; ++strip) {
     vec part[ROWS][VECTORS];
@@ -87,33 +147,32 @@ void multiply_fixed(const FixedRows& r, const FixedScales& s, const char* b, int
     const int16_t* x = r.x;
     const int32_t* starts = r.starts;
     const float* sums = r.sums;
-    int64_t g = block * (N::DEPTH / flush);
-    for (int64_t k = 0; k < N::DEPTH; k += flush, ++g, starts += r.num_rows, sums += r.num_rows) {
-      ivec acc[ROWS][VECTORS];
-#pragma GCC unroll 16
-      for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; ++v) acc[i][v] = iset(starts[i]);
+    int64_t g = strip * 16;
+    for (int64_t k = 0; k < N::DEPTH; k += flush, g += PANEL, starts += r.num_rows, sums += r.num_rows) {
+      PairSums<N, ROWS> pairs;
+      pairs.start(starts);
       if (N::GROUPS_OF_16 && flush == 16) {
         if (k % 32 == 0) {
-          multiply_half<N, ROWS, 0>(x, b, acc, Half());
+          prefetch_unit<N>(b);
+          pairs.template add_half<0>(x, b, Half());
         } else {
-          multiply_half<N, ROWS, 8>(x, b, acc, Half());
+          pairs.template add_half<8>(x, b, Half());
           x += 32, b += N::UNIT_BYTES;
         }
       } else {
         for (int64_t unit = 0; unit < flush; unit += 32, x += 32, b += N::UNIT_BYTES) {
-          multiply_half<N, ROWS, 0>(x, b, acc, Half());
-          multiply_half<N, ROWS, 8>(x, b, acc, Half());
+          prefetch_unit<N>(b);
+          pairs.template add_half<0>(x, b, Half());
+          pairs.template add_half<8>(x, b, Half());
         }
       }
 #pragma GCC unroll 2
       for (int v = 0; v < VECTORS; ++v) {
-        const vec scale = s.scale(g, strip * 16 + v * W);
+        const vec scale = vload(s.scales + g + v * W);
 #pragma GCC unroll 16
-        for (int i = 0; i < ROWS; ++i) part[i][v] = vfma(to_floats(acc[i][v]), scale, part[i][v]);
-        if (s.has_offsets()) {
-          const vec offset = s.offset(g, strip * 16 + v * W);
+        for (int i = 0; i < ROWS; ++i) part[i][v] = vfma(pairs.at(i, v), scale, part[i][v]);
+        if (s.has_offsets) {
+          const vec offset = vload(s.offsets + g + v * W);
 #pragma GCC unroll 16
           for (int i = 0; i < ROWS; ++i) part[i][v] = vfma(vset(sums[i]), offset, part[i][v]);
         }
@@ -134,20 +193,23 @@ INLINE int64_t fixed_rows_at_once(int64_t left) {
 #if defined(__AVX512F__)
   return left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 #else
-  return left >= 2 ? 2 : 1;
+  const int64_t passes = (left + FIXED_AT_ONCE - 1) / FIXED_AT_ONCE;
+  return (left + passes - 1) / passes;
 #endif
 }
 
 template <typename N>
-INLINE void multiply_fixed_rows(int64_t rows, const FixedRows& r, const FixedScales& s, const char* b, int64_t block,
-                                int64_t flush, float* total) {
+INLINE void multiply_fixed_rows(int64_t rows, const FixedRows& r, const BlockScales& s, const char* b, int64_t flush,
+                                float* total) {
   switch (rows) {
-    case 1: return multiply_fixed<N, 1>(r, s, b, block, flush, total);
-    case 2: return multiply_fixed<N, 2>(r, s, b, block, flush, total);
+    case 1: return multiply_fixed<N, 1>(r, s, b, flush, total);
+    case 2: return multiply_fixed<N, 2>(r, s, b, flush, total);
+    case 4: return multiply_fixed<N, 4>(r, s, b, flush, total);
 #if defined(__AVX512F__)
-    case 4: return multiply_fixed<N, 4>(r, s, b, block, flush, total);
-    case 8: return multiply_fixed<N, 8>(r, s, b, block, flush, total);
-    case 12: return multiply_fixed<N, 12>(r, s, b, block, flush, total);
+    case 8: return multiply_fixed<N, 8>(r, s, b, flush, total);
+    case 12: return multiply_fixed<N, 12>(r, s, b, flush, total);
+#else
+    case 3: return multiply_fixed<N, 3>(r, s, b, flush, total);
 #endif
   }
 }
@@ -180,16 +242,20 @@ void fixed_task(const GroupedArgs& g, const Int8Plan<T>& plan, int64_t task, boo
     for (int64_t i = 0; i < count * PANEL; i += W) vstore(sums + i, vzero());
     const char* b = a.weight + panel * plan.num_blocks * BLOCK;
     for (int64_t block = 0; block < plan.num_blocks; ++block, b += BLOCK) {
+      BlockScales block_scales;
+      block_scales.read(scales, block * (N::DEPTH / g.flush), N::DEPTH / g.flush);
       if (!few)
-        for (int64_t unit = 0; unit < 2 * UNITS; ++unit)
+        for (int64_t unit = 0; unit < 2 * UNITS; ++unit) {
+          prefetch_unit<N>(b + unit * N::UNIT_BYTES);
           spread_unit<N>(b + unit * N::UNIT_BYTES, tiles + unit * 1024, std::make_integer_sequence<int, 16>());
+        }
       for (int64_t row = 0; row < count;) {
         const int64_t rows = fixed_rows_at_once(count - row);
         const FixedRows r(g, N::DEPTH, block, part.first_row + row);
         if (few) {
-          multiply_fixed_rows<N>(rows, r, scales, b, block, g.flush, sums + row * PANEL);
+          multiply_fixed_rows<N>(rows, r, block_scales, b, g.flush, sums + row * PANEL);
         } else {
-          multiply_fixed_rows<FixedSpread<N>>(rows, r, scales, tiles, block, g.flush, sums + row * PANEL);
+          multiply_fixed_rows<FixedSpread<N>>(rows, r, block_scales, tiles, g.flush, sums + row * PANEL);
         }
         row += rows;
       }

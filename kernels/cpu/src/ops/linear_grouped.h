@@ -39,7 +39,7 @@ INLINE vec add_group(const PanelGroups& p, vec total, vec sum, vec unit, int64_t
 }
 
 template <typename N, int ROWS, int J = 0>
-INLINE void multiply_numbers(const float* x, int64_t stride, const char* words, vec (*acc)[VECTORS], int v) {
+INLINE void multiply_numbers(const float* x, int64_t stride, const typename N::Opened& words, vec (*acc)[VECTORS], int v) {
   if constexpr (J < N::PER_WORD) {
     const vec q = N::template load<J>(words);
 #pragma GCC unroll 16
@@ -69,11 +69,13 @@ void multiply_grouped(const float* x, int64_t stride, const char* b, int64_t num
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; ++v) acc[strip][i][v] = vzero();
 #pragma GCC unroll 2
-        for (int word = part * WORDS; word < (part + 1) * WORDS; ++word)
+        for (int word = part * WORDS; word < (part + 1) * WORDS; ++word) {
+          const char* words = b + strip * TILE_BYTES + word * 64;
+          prefetch_ahead(words);
 #pragma GCC unroll 2
           for (int v = 0; v < VECTORS; ++v)
-            multiply_numbers<N, ROWS>(x + word * N::PER_WORD, stride, b + strip * TILE_BYTES + word * 64 + v * W * 4,
-                                      acc[strip], v);
+            multiply_numbers<N, ROWS>(x + word * N::PER_WORD, stride, N::open(words + v * W * 4), acc[strip], v);
+        }
         if (WORDS < 16 || last)
 #pragma GCC unroll 16
           for (int i = 0; i < ROWS; ++i)

@@ -23,7 +23,7 @@ int64_t linear_w8a8_scratch(const LinearArgs& a) { return linear_scratch<int8_t>
 #if defined(__AVX512VNNI__)
 constexpr int64_t W8A8_ROWS = 12;  // 24 of 32 registers accumulate
 
-template <int ROWS>
+template <int ROWS, bool FROM_MEMORY>
 void multiply_w8a8(const char* a, int64_t stride, const int32_t* x_sums, const char* b, int64_t num_blocks, int32_t* c) {
   const __m512i flip = _mm512_set1_epi8(-128);
   __m512i acc[2][ROWS];
@@ -50,7 +50,7 @@ void multiply_w8a8(const char* a, int64_t stride, const int32_t* x_sums, const c
 #else
 constexpr int64_t W8A8_ROWS = 3;  // 12 of 16 registers accumulate
 
-template <int ROWS>
+template <int ROWS, bool FROM_MEMORY>
 void multiply_w8a8(const char* a, int64_t stride, const int32_t*, const char* b, int64_t num_blocks, int32_t* c) {
   const __m256i ones = _mm256_set1_epi16(1);
   __m256i acc[2][ROWS][2];
@@ -62,7 +62,8 @@ void multiply_w8a8(const char* a, int64_t stride, const int32_t*, const char* b,
 #pragma GCC unroll 2
     for (int strip = 0; strip < 2; ++strip)
 #pragma GCC unroll 4
-      for (int word = 0; word < 16; ++word)
+      for (int word = 0; word < 16; ++word) {
+        if (FROM_MEMORY) prefetch_ahead(b + strip * TILE_BYTES + word * 64);
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
           const __m256i w = _mm256_loadu_si256((const __m256i*)(b + strip * TILE_BYTES + word * 64 + v * 32));
@@ -76,6 +77,7 @@ void multiply_w8a8(const char* a, int64_t stride, const int32_t*, const char* b,
             acc[strip][i][v] = _mm256_add_epi32(acc[strip][i][v], _mm256_madd_epi16(pairs, ones));
           }
         }
+      }
 #pragma GCC unroll 2
   for (int strip = 0; strip < 2; ++strip)
 #pragma GCC unroll 4
@@ -86,12 +88,12 @@ void multiply_w8a8(const char* a, int64_t stride, const int32_t*, const char* b,
 }
 #endif
 
-template <int MOST>
+template <bool FROM_MEMORY, int MOST = W8A8_ROWS>
 INLINE void multiply_rows_w8a8(int64_t rows, const char* a, int64_t stride, const int32_t* x_sums, const char* b,
                                int64_t num_blocks, int32_t* c) {
   if constexpr (MOST > 0) {
-    if (rows == MOST) return multiply_w8a8<MOST>(a, stride, x_sums, b, num_blocks, c);
-    multiply_rows_w8a8<MOST - 1>(rows, a, stride, x_sums, b, num_blocks, c);
+    if (rows == MOST) return multiply_w8a8<MOST, FROM_MEMORY>(a, stride, x_sums, b, num_blocks, c);
+    multiply_rows_w8a8<FROM_MEMORY, MOST - 1>(rows, a, stride, x_sums, b, num_blocks, c);
   }
 }
 
@@ -106,7 +108,11 @@ void linear_w8a8(const LinearArgs& a, const Region& region) {
       for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) {
         const char* x = (const char*)a.x + row * a.x_stride;
         const char* weight = a.weight + panel * plan.num_blocks * BLOCK_BYTES;
-        multiply_rows_w8a8<W8A8_ROWS>(rows, x, a.x_stride, a.x_sums + row, weight, plan.num_blocks, (int32_t*)sums);
+        if (PREFETCHES && row == part.first_row) {
+          multiply_rows_w8a8<true>(rows, x, a.x_stride, a.x_sums + row, weight, plan.num_blocks, (int32_t*)sums);
+        } else {
+          multiply_rows_w8a8<false>(rows, x, a.x_stride, a.x_sums + row, weight, plan.num_blocks, (int32_t*)sums);
+        }
         finish_int8<T>(a, row, rows, panel, sums);
       }
     }
