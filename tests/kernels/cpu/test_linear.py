@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -38,6 +39,21 @@ def test_agrees_with_float64(native: NativeKernels, dtype: torch.dtype) -> None:
             logits = native.logits(x, native.pack(weight))
             assert logits.dtype == torch.float32
             assert_within(logits, expected, error)
+
+
+def test_an_element_is_one_chain_of_fused_multiply_adds(native: NativeKernels, dtype: torch.dtype) -> None:
+    """Over ascending k, however rows, columns and K are cut: what a block's bits, and so its key, rest on."""
+    if dtype == torch.bfloat16 and native.isa not in ("avx512_vnni", "avx512", "avx2"):
+        pytest.skip("adds pairs of products")
+    for rows, columns, depth in ((1, 40, 96), (3, 64, 640), (7, 33, 1600), (40, 70, 4864), (200, 35, 640)):
+        x = normal(rows, depth, dtype=torch.bfloat16, seed=1).to(dtype)  # products and sums are exact in float64
+        weight = normal(columns, depth, dtype=torch.bfloat16, seed=2, scale=depth**-0.5).to(dtype)
+        wide_x, wide_weight = x.double().numpy(), weight.double().numpy()
+        chain = np.zeros((rows, columns), dtype=np.float32)
+        for k in range(depth):
+            chain = (chain + wide_x[:, k, None] * wide_weight[None, :, k]).astype(np.float32)
+        with case(rows, columns, depth):
+            assert_same_bits(native.logits(x, native.pack(weight)), torch.from_numpy(chain))
 
 
 def test_bias_and_residual_are_added_before_the_one_rounding(native: NativeKernels, dtype: torch.dtype) -> None:

@@ -10,7 +10,6 @@
 
 constexpr int64_t SPLIT = 256;
 constexpr int64_t TILE_TARGET = 64;  // query rows: enough to make repacking the keys and values cheap
-constexpr int64_t AHEAD = 2, RING = 4;  // groups of tokens whose keys and values are prefetched
 constexpr float NOTHING = -1e30f;    // a maximum that any score replaces; finite, so that no difference of two is NaN
 
 template <typename T>
@@ -64,6 +63,8 @@ struct AttentionTile {
   }
 };
 
+#include "attention_tokens.h"
+
 // What a split, or all splits so far, give the rows: float32 values [rows, width], maximum (in powers of two) and sum [rows].
 struct Partial {
   float *values, *top, *sum;
@@ -78,26 +79,26 @@ struct Partial {
 
 template <typename T>
 struct AttentionScratch {
-  T* q;         // [rows, width]
+  Rows<T>* q;   // [rows, width]
   char* keys;   // SPLIT tokens in tile order
   char* values;
-  float* scores;  // [rows, SPLIT]
-  T* weights;     // [rows, SPLIT]
+  float* scores;     // [rows, SPLIT]
+  Rows<T>* weights;  // [rows, SPLIT], of T's numbers
   char* split;    // Partial
   char* total;
   float *key_scales, *value_scales;  // [SPLIT], of quantized cells
 
   static int64_t bytes(const AttentionShape<T>& s) {
-    return round_up(s.rows * s.width * sizeof(T), 64) + 2 * SPLIT * s.width * sizeof(T) + s.rows * SPLIT * (4 + sizeof(T)) +
-           2 * Partial::bytes(s.rows, s.width) + 2 * SPLIT * 4;
+    return round_up(s.rows * s.width * sizeof(Rows<T>), 64) + 2 * SPLIT * s.width * sizeof(T) +
+           s.rows * SPLIT * (4 + sizeof(Rows<T>)) + 2 * Partial::bytes(s.rows, s.width) + 2 * SPLIT * 4;
   }
   AttentionScratch(char* at, const AttentionShape<T>& s) {
     auto take = [&at](int64_t bytes) { return (at += bytes) - bytes; };
-    q = (T*)take(round_up(s.rows * s.width * sizeof(T), 64));
+    q = (Rows<T>*)take(round_up(s.rows * s.width * sizeof(Rows<T>), 64));
     keys = take(SPLIT * s.width * sizeof(T));
     values = take(SPLIT * s.width * sizeof(T));
     scores = (float*)take(s.rows * SPLIT * 4);
-    weights = (T*)take(s.rows * SPLIT * sizeof(T));
+    weights = (Rows<T>*)take(s.rows * SPLIT * sizeof(Rows<T>));
     split = take(Partial::bytes(s.rows, s.width));
     total = take(Partial::bytes(s.rows, s.width));
     key_scales = (float*)take(SPLIT * 4);
@@ -105,10 +106,18 @@ struct AttentionScratch {
   }
 };
 
-alignas(64) const char ZEROS[4096] = {};  // a token that isn't there; head_dim is at most 1024
+// x rounded to T, as a product's rows keep it.
+template <typename T>
+INLINE void store_rounded(Rows<T>* p, vec x, int64_t left) {
+  if constexpr (sizeof(Rows<T>) == sizeof(T)) {
+    store_some(p, x, left);
+  } else {
+    store_some(p, rounded(x), left);
+  }
+}
 
 template <typename T, typename C>
-INLINE void copy_queries(const AttentionArgs& a, const AttentionTile& tile, const AttentionShape<T>& shape, T* to) {
+INLINE void copy_queries(const AttentionArgs& a, const AttentionTile& tile, const AttentionShape<T>& shape, Rows<T>* to) {
   for (int64_t token = 0; token < tile.num_tokens; ++token) {
     const T* from = (const T*)a.q + (tile.first_row + token) * a.q_stride + tile.head * a.group_size * a.head_dim;
     for (int64_t g = 0; g < a.group_size; ++g, to += shape.width, from += a.head_dim) {
@@ -117,59 +126,15 @@ INLINE void copy_queries(const AttentionArgs& a, const AttentionTile& tile, cons
         rotate_row(from, a.head_dim, rotated);
         const vec inverse = vset(1.0f / (float)rotated_piece(a.head_dim));
         for (int64_t d = 0; d < a.head_dim; d += W)
-          store_some(to + d, vmul(load_some(rotated + d, a.head_dim - d), inverse), a.head_dim - d);
-      } else {
+          store_rounded<T>(to + d, vmul(load_some(rotated + d, a.head_dim - d), inverse), a.head_dim - d);
+      } else if constexpr (sizeof(Rows<T>) == sizeof(T)) {
         __builtin_memcpy(to, from, a.head_dim * sizeof(T));
+      } else {
+        for (int64_t d = 0; d < a.head_dim; d += W) store_some(to + d, load_some(from + d, a.head_dim - d), a.head_dim - d);
       }
-      __builtin_memset(to + a.head_dim, 0, (shape.width - a.head_dim) * sizeof(T));
+      __builtin_memset(to + a.head_dim, 0, (shape.width - a.head_dim) * sizeof(Rows<T>));
     }
   }
-}
-
-// Where the keys and values of GROUP tokens lie, and their scales if they have some.
-template <typename C>
-struct TokenGroup {
-  const typename C::Stored *keys[GROUP], *values[GROUP];
-  const float *key_scales[GROUP], *value_scales[GROUP];
-};
-
-// ... of those from `position` on.
-template <typename C>
-INLINE void find_tokens(const AttentionArgs& a, const AttentionTile& tile, int64_t position, TokenGroup<C>& to) {
-  typedef typename C::Stored Stored;
-  const int64_t* table = a.block_tables + tile.sequence * a.table_stride;
-  const int64_t scales = cell_values(a.block_size, a.head_dim);
-  const Stored *k = nullptr, *v = nullptr;
-  int64_t offset = position % a.block_size;
-  for (int64_t i = 0; i < GROUP; ++i, ++offset) {
-    if (position + i >= tile.kv_end) {
-      to.keys[i] = to.values[i] = (const Stored*)ZEROS;
-      if constexpr (SCALED<C>) to.key_scales[i] = to.value_scales[i] = (const float*)ZEROS;
-      continue;
-    }
-    if (i == 0 || offset == a.block_size) {
-      if (i != 0) offset = 0;
-      const int64_t block = table[(position + i) / a.block_size];
-      k = (const Stored*)a.k_cache + block * a.k_block_stride + tile.head * a.k_head_stride;
-      v = (const Stored*)a.v_cache + block * a.v_block_stride + tile.head * a.v_head_stride;
-    }
-    to.keys[i] = k + offset * a.head_dim;
-    to.values[i] = v + offset * a.head_dim;
-    if constexpr (SCALED<C>) {
-      to.key_scales[i] = (const float*)(k + scales) + offset;
-      to.value_scales[i] = (const float*)(v + scales) + offset;
-    }
-  }
-}
-
-// Into L2. Into L1 they'd wait for its few buffers: 1.7 times slower in decode steps on Zen 4.
-template <typename T>
-INLINE void prefetch_tokens(const T* const* tokens, int64_t head_dim) {
-  for (int64_t i = 0; i < GROUP; ++i)
-    for (int64_t d = 0; d < head_dim; d += DEPTH<T>) _mm_prefetch((const char*)(tokens[i] + d), _MM_HINT_T1);
-}
-INLINE void prefetch_scales(const float* const* scales) {
-  for (int64_t i = 0; i < GROUP; i += 8) _mm_prefetch((const char*)scales[i], _MM_HINT_T1);
 }
 
 // Scores of one row, in powers of two: scaled, by key too if they have scales, capped, -inf where the row sees nothing.
@@ -192,14 +157,36 @@ INLINE float finish_scores(const AttentionArgs& a, float* scores, const float* k
 
 // weights = 2^(scores - top), times the values' scales if they have some. -> the sum without those.
 template <typename T>
-INLINE float weigh(const float* scores, const float* value_scales, T* weights, int64_t begin, int64_t end, float top) {
+INLINE float weigh(const float* scores, const float* value_scales, Rows<T>* weights, int64_t begin, int64_t end, float top) {
   vec sum = vzero();
   for (int64_t i = begin; i < end; i += W) {
     const vec p = vexp2(vsub(vload(scores + i), vset(top)));
-    vstore(weights + i, value_scales ? vmul(p, vload(value_scales + i)) : p);
+    store_rounded<T>(weights + i, value_scales ? vmul(p, vload(value_scales + i)) : p, W);
     sum = vadd(sum, p);
   }
   return vsum(sum);
+}
+
+// A split's values times the weights, group by group or all at once.
+template <typename T, typename C>
+INLINE void add_values(const AttentionArgs& a, const AttentionShape<T>& shape, const AttentionScratch<T>& scratch,
+                       const TokenGroup<C>* ring, int64_t begin, int64_t end, int64_t rows, const Partial& to, TileScope& scope) {
+  const int64_t step = !VALUES_LATER || rows > FEW_QUERIES ? end - begin : 1;
+  for (int64_t first = begin; first < end; first += step) {
+    for (int64_t g = first; VALUES_LATER && g < first + step; ++g) {
+      prefetch_half(a, ring, g, true, begin, end, 0);
+      const auto* values = ring[g % RING].values;
+      pack_cell_values<C, T>(values, a.head_dim, scratch.values, shape.value_panel_bytes, g * shape.blocks_per_group);
+      prefetch_half(a, ring, g, true, begin, end, 1);
+    }
+    const int64_t first_block = first * shape.blocks_per_group, num_blocks = step * shape.blocks_per_group;
+    for (int64_t d = 0; d < shape.width; d += PANEL) {
+      const char* panel = scratch.values + d / PANEL * shape.value_panel_bytes + first_block * BLOCK_BYTES;
+      const Rows<T>* weights = scratch.weights + first * GROUP;
+      const Product<T, Rows<T>> product{weights, SPLIT, panel, num_blocks, to.values + d, shape.width};
+      multiply_all(rows, product, first > begin, scope);
+    }
+  }
 }
 
 template <typename T, typename C>
@@ -214,8 +201,12 @@ void attend_split(const AttentionArgs& a, const AttentionTile& tile, const Atten
     const TokenGroup<C>& tokens = ring[g % RING];
     TokenGroup<C>& next = ring[(g + AHEAD) % RING];
     find_tokens(a, tile, base + (g + AHEAD) * GROUP, next);
-    prefetch_tokens(next.keys, a.head_dim);
-    prefetch_tokens(next.values, a.head_dim);
+    if (VALUES_LATER) {
+      prefetch_half(a, ring, g, false, begin, end, 0);
+    } else {
+      prefetch_tokens(next.keys, a.head_dim);
+      prefetch_tokens(next.values, a.head_dim);
+    }
     if constexpr (SCALED<C>) {
       prefetch_scales(next.key_scales);
       prefetch_scales(next.value_scales);
@@ -226,9 +217,14 @@ void attend_split(const AttentionArgs& a, const AttentionTile& tile, const Atten
     }
     char* panel = scratch.keys + g * key_panel_bytes;
     pack_cell_keys<C, T>(tokens.keys, a.head_dim, panel);
-    pack_cell_values<C, T>(tokens.values, a.head_dim, scratch.values, shape.value_panel_bytes, g * shape.blocks_per_group);
+    if (VALUES_LATER) {
+      prefetch_half(a, ring, g, false, begin, end, 1);
+    } else {
+      pack_cell_values<C, T>(tokens.values, a.head_dim, scratch.values, shape.value_panel_bytes, g * shape.blocks_per_group);
+    }
     const int64_t num_blocks = (a.head_dim + DEPTH<T> - 1) / DEPTH<T>;
-    multiply_all(computed, Product<T>{scratch.q, shape.width, panel, num_blocks, scratch.scores + g * GROUP, SPLIT}, false, scope);
+    const Product<T, Rows<T>> product{scratch.q, shape.width, panel, num_blocks, scratch.scores + g * GROUP, SPLIT};
+    multiply_all(computed, product, false, scope);
   }
   const float* key_scales = SCALED<C> ? scratch.key_scales : nullptr;
   const float* value_scales = SCALED<C> ? scratch.value_scales : nullptr;
@@ -239,15 +235,10 @@ void attend_split(const AttentionArgs& a, const AttentionTile& tile, const Atten
     to.top[row] = finish_scores(a, scores, key_scales, begin * GROUP, end * GROUP, low, high);
   }
   for (int64_t row = 0; row < rows; ++row) {
-    T* weights = scratch.weights + row * SPLIT;
-    to.sum[row] = weigh(scratch.scores + row * SPLIT, value_scales, weights, begin * GROUP, end * GROUP, to.top[row]);
+    Rows<T>* weights = scratch.weights + row * SPLIT;
+    to.sum[row] = weigh<T>(scratch.scores + row * SPLIT, value_scales, weights, begin * GROUP, end * GROUP, to.top[row]);
   }
-  const int64_t first_block = begin * shape.blocks_per_group, num_blocks = (end - begin) * shape.blocks_per_group;
-  for (int64_t d = 0; d < shape.width; d += PANEL) {
-    const char* panel = scratch.values + d / PANEL * shape.value_panel_bytes + first_block * BLOCK_BYTES;
-    const T* weights = scratch.weights + begin * GROUP;
-    multiply_all(computed, Product<T>{weights, SPLIT, panel, num_blocks, to.values + d, shape.width}, false, scope);
-  }
+  add_values<T, C>(a, shape, scratch, ring, begin, end, computed, to, scope);
 }
 
 // total = total and `split`, the next one.

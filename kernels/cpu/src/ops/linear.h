@@ -27,33 +27,6 @@ INLINE int64_t equal_parts(int64_t total, int64_t most) {
   return (total + count - 1) / count;
 }
 
-template <typename T>
-struct LinearPlan {
-  int64_t num_panels, num_blocks, panels_per_task, blocks_per_piece, blocks_in_l1, row_block, num_row_blocks, num_tasks;
-
-  LinearPlan(const LinearArgs& a, int64_t num_threads) {
-    const int64_t columns = a.activation ? 2 * round_up(a.n_out, 16) : a.n_out;
-    num_panels = round_up(columns, PANEL) / PANEL;
-    num_blocks = round_up(a.k, DEPTH<T>) / DEPTH<T>;
-    blocks_per_piece = num_blocks;
-    const int64_t least = (a.m + ROW_BLOCK - 1) / ROW_BLOCK;
-    row_block = smaller(a.m, round_up((a.m + least - 1) / least, ROW_STEP));
-    num_row_blocks = (a.m + row_block - 1) / row_block;
-    if (a.m <= MAX_ROWS<T>) {
-      panels_per_task = larger(1, STREAMED_CHUNK / (num_blocks * BLOCK_BYTES));
-      blocks_in_l1 = num_blocks;
-    } else {
-      constexpr int64_t CHUNK = ON_TILES<T> ? TILES_CHUNK_BYTES : CHUNK_BYTES;
-      blocks_per_piece = equal_parts(num_blocks, ON_TILES<T> ? TILES_PIECE_BLOCKS : PIECE_BLOCKS);
-      blocks_in_l1 = ON_TILES<T> ? equal_parts(blocks_per_piece, TILES_L1_BLOCKS) : blocks_per_piece;
-      panels_per_task = smaller(CHUNK_OF<T>, larger(1, CHUNK / (blocks_per_piece * BLOCK_BYTES)));
-    }
-    const int64_t fair = num_panels * num_row_blocks / (num_threads * 4);  // tasks enough that no thread waits for long
-    panels_per_task = larger(1, smaller(panels_per_task, fair));
-    num_tasks = (num_panels + panels_per_task - 1) / panels_per_task * num_row_blocks;
-  }
-};
-
 INLINE vec bias_at(const LinearArgs& a, int64_t column) { return a.bias ? vload(a.bias + column) : vzero(); }
 
 // One row of a panel: `count` output columns from `column` on.
@@ -84,6 +57,35 @@ INLINE void finish(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel
     }
   }
 }
+
+#if defined(__AVX512F__)
+
+template <typename T>
+struct LinearPlan {
+  int64_t num_panels, num_blocks, panels_per_task, blocks_per_piece, blocks_in_l1, row_block, num_row_blocks, num_tasks;
+
+  LinearPlan(const LinearArgs& a, int64_t num_threads) {
+    const int64_t columns = a.activation ? 2 * round_up(a.n_out, 16) : a.n_out;
+    num_panels = round_up(columns, PANEL) / PANEL;
+    num_blocks = round_up(a.k, DEPTH<T>) / DEPTH<T>;
+    blocks_per_piece = num_blocks;
+    const int64_t least = (a.m + ROW_BLOCK - 1) / ROW_BLOCK;
+    row_block = smaller(a.m, round_up((a.m + least - 1) / least, ROW_STEP));
+    num_row_blocks = (a.m + row_block - 1) / row_block;
+    if (a.m <= MAX_ROWS<T>) {
+      panels_per_task = larger(1, STREAMED_CHUNK / (num_blocks * BLOCK_BYTES));
+      blocks_in_l1 = num_blocks;
+    } else {
+      constexpr int64_t CHUNK = ON_TILES<T> ? TILES_CHUNK_BYTES : CHUNK_BYTES;
+      blocks_per_piece = equal_parts(num_blocks, ON_TILES<T> ? TILES_PIECE_BLOCKS : PIECE_BLOCKS);
+      blocks_in_l1 = ON_TILES<T> ? equal_parts(blocks_per_piece, TILES_L1_BLOCKS) : blocks_per_piece;
+      panels_per_task = smaller(CHUNK_OF<T>, larger(1, CHUNK / (blocks_per_piece * BLOCK_BYTES)));
+    }
+    const int64_t fair = num_panels * num_row_blocks / (num_threads * 4);  // tasks enough that no thread waits for long
+    panels_per_task = larger(1, smaller(panels_per_task, fair));
+    num_tasks = (num_panels + panels_per_task - 1) / panels_per_task * num_row_blocks;
+  }
+};
 
 // X: what the rows of x are made of. `finish`(row, rows, panel, sums) takes the sums of all k of some rows of a panel.
 template <typename X, typename Finish>
@@ -123,14 +125,20 @@ void linear_task(const LinearArgs& a, const LinearPlan<T>& plan, int64_t task, f
 }
 
 template <typename T>
-void linear(const LinearArgs& a, const Region& region) {
-  const LinearPlan<T> plan(a, region.num_threads);
-  TileScope scope;
-  for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
-    linear_task(a, plan, task, (float*)region.scratch, scope);
-}
-
-template <typename T>
 int64_t linear_scratch(const LinearArgs& a) {
   return larger(smaller(a.m, ROW_BLOCK), MAX_ROWS<T>) * CHUNK_OF<T> * PANEL * sizeof(float);
+}
+
+typedef TileScope LinearScope;
+
+#else
+#include "linear_avx2.h"
+#endif
+
+template <typename T>
+void linear(const LinearArgs& a, const Region& region) {
+  const LinearPlan<T> plan(a, region.num_threads);
+  LinearScope scope;
+  for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
+    linear_task(a, plan, task, (float*)region.scratch, scope);
 }

@@ -6,7 +6,7 @@
 
 template <typename T>
 void linear_each(const LinearEachArgs& a, const Region& region) {
-  TileScope scope;
+  LinearScope scope;
   int64_t at = 0, first_task = 0;  // tasks are dealt in ascending order, so nobody looks back
   if (!a.count) return;
   LinearPlan<T> plan(a.each[0], region.num_threads);

@@ -92,9 +92,13 @@ INLINE GroupedArgs slice(const GroupedArgs& g, int64_t panel, int64_t num_panels
 INLINE const LinearArgs& linear_of(const LinearArgs& a) { return a; }
 INLINE const LinearArgs& linear_of(const GroupedArgs& g) { return g.linear; }
 
-// An even number of panels, so that chunks are whole blocks.
+// An even number of panels, so that chunks are whole blocks. On AVX2 more rows than pass at once get the panels of a task of
+// theirs: they are widened for each chunk (linear_avx2.h).
 template <typename Args>
-int64_t panels_of_chunk(const LookedArgs<Args>& l) { return larger(2, STREAMED_CHUNK / l.beside.panel_bytes / 2 * 2); }
+int64_t panels_of_chunk(const LookedArgs<Args>& l) {
+  const int64_t least = W == 8 && linear_of(l.args).m > STREAMED_ROWS ? MAX_CHUNK : 2;
+  return larger(least, STREAMED_CHUNK / l.beside.panel_bytes / 2 * 2);
+}
 
 INLINE Powers powers_of(const Beside& b, int64_t look) {
   if (!b.powers) return Powers{};

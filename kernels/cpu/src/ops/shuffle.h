@@ -52,23 +52,62 @@ INLINE void interleave_pair(const bf16* even, const bf16* odd, int64_t count, ch
 
 #else
 
-INLINE void transpose_words(const char* const* rows, int64_t offset, int64_t num_bytes, char* tile) {
-  uint32_t words[16];
-  for (int i = 0; i < 16; ++i) {
-    if (num_bytes < 64) __builtin_memset(words, 0, 64);
-    __builtin_memcpy(words, rows[i] + offset, num_bytes < 64 ? num_bytes : 64);
-    for (int r = 0; r < 16; ++r) ((uint32_t*)tile)[r * 16 + i] = words[r];
+// 8 rows of 4 words -> transposed: 4 rows of the tile, 8 columns of each.
+INLINE void transpose_8x4(const char* const* rows, int64_t offset, char* tile) {
+  __m256i r[4], t[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(rows[i] + offset)));
+    r[i] = _mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i*)(rows[i + 4] + offset)), 1);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    t[i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 + i] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    _mm256_storeu_si256((__m256i*)(tile + 2 * i * 64), _mm256_unpacklo_epi64(t[2 * i], t[2 * i + 1]));
+    _mm256_storeu_si256((__m256i*)(tile + (2 * i + 1) * 64), _mm256_unpackhi_epi64(t[2 * i], t[2 * i + 1]));
   }
 }
 
-INLINE void interleave_pair(const bf16* even, const bf16* odd, int64_t count, char* row) {
-  for (int64_t half = 0; half < 2; ++half) {
-    bf16* to = (bf16*)(row + half * TILE_BYTES);
-    for (int64_t i = 0; i < 16; ++i) {
-      const int64_t d = half * 16 + i;
-      to[2 * i] = d < count ? even[d] : 0;
-      to[2 * i + 1] = d < count ? odd[d] : 0;
+// 16 rows of 16 words -> transposed.
+INLINE void transpose_words(const char* const* rows, int64_t offset, int64_t num_bytes, char* tile) {
+  char padded[16][64];
+  const char* copies[16];
+  if (num_bytes < 64) {
+    for (int i = 0; i < 16; ++i) {
+      __builtin_memset(padded[i], 0, 64);
+      __builtin_memcpy(padded[i], rows[i] + offset, num_bytes);
+      copies[i] = padded[i];
     }
+    rows = copies, offset = 0;
+  }
+  for (int half = 0; half < 2; ++half) {
+    const char* some[8];
+    for (int i = 0; i < 8; ++i) some[i] = rows[half * 8 + i] + offset;
+#pragma GCC unroll 4
+    for (int word = 0; word < 16; word += 4) transpose_8x4(some, word * 4, tile + word * 64 + half * 32);
+  }
+}
+
+// Two tokens' 32 values -> one row of each of a panel's two tiles, the tokens' values in pairs.
+INLINE void interleave_pair(const bf16* even, const bf16* odd, int64_t count, char* row) {
+  bf16 padded[2][PANEL];
+  if (count < PANEL) {
+    __builtin_memset(padded, 0, sizeof padded);
+    __builtin_memcpy(padded[0], even, count * sizeof(bf16));
+    __builtin_memcpy(padded[1], odd, count * sizeof(bf16));
+    even = padded[0], odd = padded[1];
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const __m256i a = _mm256_loadu_si256((const __m256i*)(even + half * 16));
+    const __m256i b = _mm256_loadu_si256((const __m256i*)(odd + half * 16));
+    const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);  // of each half of 8
+    _mm256_storeu_si256((__m256i*)(row + half * TILE_BYTES), _mm256_permute2x128_si256(low, high, 0x20));
+    _mm256_storeu_si256((__m256i*)(row + half * TILE_BYTES + 32), _mm256_permute2x128_si256(low, high, 0x31));
   }
 }
 

@@ -60,6 +60,7 @@ INLINE __m256i narrow(vec v) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 #endif
 }
+INLINE vec rounded(vec v) { return widen(narrow(v)); }  // to bfloat16's numbers
 INLINE vec vload(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE vec vload(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
 INLINE void vstore(bf16* p, vec v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
@@ -119,13 +120,19 @@ INLINE vec vkeep(vec x, int64_t low, int64_t high, vec other) {
 }
 
 INLINE vec widen(__m128i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16)); }
-INLINE __m128i narrow(vec v) {
+// With a bfloat16 in the upper half of each lane, to nearest even; a NaN stays one.
+INLINE __m256i round_upper(vec v) {
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(_mm256_cmp_ps(v, v, 3)));
-  rounded = _mm256_srli_epi32(rounded, 16);
-  return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+  const __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  return _mm256_blendv_epi8(sum, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(_mm256_cmp_ps(v, v, 3)));
+}
+INLINE __m128i narrow(vec v) {
+  const __m256i words = _mm256_srli_epi32(round_upper(v), 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+INLINE vec rounded(vec v) {  // to bfloat16's numbers
+  return _mm256_castsi256_ps(_mm256_and_si256(round_upper(v), _mm256_set1_epi32(0xffff0000)));
 }
 INLINE vec vload(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
 INLINE vec vload(const bf16* p, int n) {

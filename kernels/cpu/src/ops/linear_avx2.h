@@ -1,0 +1,121 @@
+// linear.h on AVX2: rows of x in float32 (tiles.h), and pieces of K so short that a panel's piece stays in L1 for all rows.
+//
+//   a task    some panels times at most AVX2_ROW_BLOCK rows
+//   for each piece of K: the rows' piece is widened (L2), then for each panel: its piece (L1) times all rows, 6 at a time
+//
+// The panel's next piece is prefetched to L2 meanwhile, so weights that come from memory are read ahead in order. Up to 3 rows
+// read the whole of each panel front to back instead. Sums wait for their next piece in scratch: the same chains of additions.
+#pragma once
+
+constexpr int64_t AVX2_ROW_BLOCK = 192;          // rows of a task: of 512 KB of L2, 200 are x, 200 sums
+constexpr int64_t AVX2_PIECE_BLOCKS = 8;         // 16 of 32 KB of L1
+constexpr int64_t KEPT_BYTES = 256 << 10;        // of x, widened once for all tasks of a thread
+
+template <typename T>
+struct LinearPlan {
+  int64_t num_panels, num_blocks, panels_per_task, blocks_per_piece, row_block, num_row_blocks, num_tasks;
+  int64_t most_panels;  // of a task, with any number of threads
+
+  LinearPlan(const LinearArgs& a, int64_t num_threads) {
+    const int64_t columns = a.activation ? 2 * round_up(a.n_out, 16) : a.n_out;
+    num_panels = round_up(columns, PANEL) / PANEL;
+    num_blocks = round_up(a.k, DEPTH<T>) / DEPTH<T>;
+    const int64_t least = (a.m + AVX2_ROW_BLOCK - 1) / AVX2_ROW_BLOCK;
+    row_block = smaller(a.m, round_up((a.m + least - 1) / least, VECTOR_ROWS));
+    num_row_blocks = (a.m + row_block - 1) / row_block;
+    const bool streamed = a.m <= STREAMED_ROWS;
+    blocks_per_piece = streamed ? num_blocks : equal_parts(num_blocks, AVX2_PIECE_BLOCKS);
+    most_panels = smaller(num_panels, streamed ? larger(1, STREAMED_CHUNK / (num_blocks * BLOCK_BYTES)) : MAX_CHUNK);
+    const int64_t fair = num_panels * num_row_blocks / (num_threads * 4);  // tasks enough that no thread waits for long
+    panels_per_task = larger(1, smaller(most_panels, fair));
+    num_tasks = (num_panels + panels_per_task - 1) / panels_per_task * num_row_blocks;
+  }
+
+  // Of widened rows; no multiple of 1 KB, so that a few rows don't crowd into a few sets of L1.
+  int64_t wide_stride() const { return blocks_per_piece * DEPTH<T> + 16; }
+  int64_t num_pieces() const { return (num_blocks + blocks_per_piece - 1) / blocks_per_piece; }
+  int64_t piece_bytes() const { return row_block * wide_stride() * (int64_t)sizeof(float); }
+  bool keeps_rows() const { return num_row_blocks == 1 && num_pieces() * piece_bytes() <= KEPT_BYTES; }
+  int64_t wide_bytes() const { return (keeps_rows() ? num_pieces() : 1) * piece_bytes(); }
+  int64_t sums_bytes() const { return row_block * most_panels * PANEL * (int64_t)sizeof(float); }
+};
+
+// This thread's rows of x in float32, one piece of K after the other; all of one product are kept while it lasts, if they fit.
+struct LinearScope {
+  const LinearArgs* kept_of = nullptr;
+  int64_t num_kept = 0;  // pieces
+
+  template <typename T>
+  const float* widen(const LinearArgs& a, const LinearPlan<T>& plan, int64_t first_row, int64_t last_row, int64_t block,
+                     float* to) {
+    const int64_t stride = plan.wide_stride();
+    const int64_t begin = block * DEPTH<T>, depth = smaller(plan.blocks_per_piece, plan.num_blocks - block) * DEPTH<T>;
+    if (plan.keeps_rows()) {
+      const int64_t piece = block / plan.blocks_per_piece;
+      to += piece * plan.row_block * stride;
+      if (kept_of != &a) kept_of = &a, num_kept = 0;
+      if (piece < num_kept) return to;
+      num_kept = piece + 1;
+    }
+    for (int64_t row = first_row; row < last_row; ++row) {
+      const T* from = (const T*)a.x + row * a.x_stride + begin;
+      float* wide = to + (row - first_row) * stride;
+      for (int64_t i = 0; i < depth; i += W) vstore(wide + i, vload(from + i));
+    }
+    return to;
+  }
+};
+
+// Some rows of x, widened, times one piece of a panel: sums [rows][32]. `next`: the piece after it.
+template <typename T>
+INLINE void multiply_piece(const LinearArgs& a, const LinearPlan<T>& plan, int64_t first_row, int64_t last_row, const float* x,
+                           int64_t panel, int64_t block, const char* next, float* sums) {
+  const char* weight = a.weight + (panel * plan.num_blocks + block) * BLOCK_BYTES;
+  const int64_t blocks = smaller(plan.blocks_per_piece, plan.num_blocks - block), stride = plan.wide_stride();
+  for (int64_t row = first_row; row < last_row; next = nullptr) {
+    const int64_t rows = next_rows<T>(last_row - row);
+    const Product<T, float> product{x + (row - first_row) * stride, stride, weight, blocks, sums, PANEL, next};
+    if (a.m <= STREAMED_ROWS) {
+      multiply_streamed(rows, product, false);
+    } else {
+      multiply_vectors(rows, product, block > 0);
+    }
+    if (block + blocks == plan.num_blocks) finish<T>(a, row, rows, panel, sums);
+    row += rows, sums += rows * PANEL;
+  }
+}
+
+// `scratch`: sums, then widened rows.
+template <typename T>
+void linear_task(const LinearArgs& a, const LinearPlan<T>& plan, int64_t task, float* scratch, LinearScope& scope) {
+  const int64_t first_panel = task / plan.num_row_blocks * plan.panels_per_task;
+  const int64_t last_panel = smaller(first_panel + plan.panels_per_task, plan.num_panels);
+  const int64_t first_row = task % plan.num_row_blocks * plan.row_block;
+  const int64_t last_row = smaller(first_row + plan.row_block, a.m);
+  const int64_t step = plan.blocks_per_piece, panel_bytes = plan.num_blocks * BLOCK_BYTES;
+  float* wide = scratch + plan.sums_bytes() / sizeof(float);
+  if (plan.keeps_rows()) {
+    for (int64_t panel = first_panel; panel < last_panel; ++panel)
+      for (int64_t block = 0; block < plan.num_blocks; block += step) {
+        const float* x = scope.widen<T>(a, plan, first_row, last_row, block, wide);
+        const char* next = a.weight + panel * panel_bytes + smaller(block + step, plan.num_blocks) * BLOCK_BYTES;
+        multiply_piece(a, plan, first_row, last_row, x, panel, block, next, scratch);
+      }
+    return;
+  }
+  for (int64_t block = 0; block < plan.num_blocks; block += step) {
+    const float* x = scope.widen<T>(a, plan, first_row, last_row, block, wide);
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      const char* next = panel + 1 < last_panel ? a.weight + (panel + 1) * panel_bytes + block * BLOCK_BYTES
+                                                : a.weight + first_panel * panel_bytes + (block + step) * BLOCK_BYTES;
+      multiply_piece(a, plan, first_row, last_row, x, panel, block, next,
+                     scratch + (panel - first_panel) * plan.row_block * PANEL);
+    }
+  }
+}
+
+template <typename T>
+int64_t linear_scratch(const LinearArgs& a) {
+  const LinearPlan<T> plan(a, 1);
+  return plan.sums_bytes() + plan.wide_bytes();
+}
