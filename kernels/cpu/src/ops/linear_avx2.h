@@ -1,14 +1,14 @@
-// linear.h on AVX2: rows of x in float32 (tiles.h), and pieces of K so short that a panel's piece stays in L1 for all rows.
+// linear.h on AVX2: rows of x in float32 (tiles.h), and pieces of K so short that a strip's piece stays in L1 for all rows.
 //
 //   a task    some panels times at most AVX2_ROW_BLOCK rows
-//   for each piece of K: the rows' piece is widened (L2), then for each panel: its piece (L1) times all rows, 6 at a time
+//   for each piece of K: the rows' piece is widened (L2), then for each strip: its piece (L1) times all rows, 6 at a time
 //
 // The panel's next piece is prefetched to L2 meanwhile, so weights that come from memory are read ahead in order. Up to 3 rows
 // read the whole of each panel front to back instead. Sums wait for their next piece in scratch: the same chains of additions.
 #pragma once
 
 constexpr int64_t AVX2_ROW_BLOCK = 192;          // rows of a task: of 512 KB of L2, 200 are x, 200 sums
-constexpr int64_t AVX2_PIECE_BLOCKS = 8;         // 16 of 32 KB of L1
+constexpr int64_t AVX2_PIECE_DEPTH = 256;        // of K: a strip is 8 or 16 of 32 KB of L1, 6 rows of x are 6
 constexpr int64_t KEPT_BYTES = 256 << 10;        // of x, widened once for all tasks of a thread
 
 template <typename T>
@@ -24,7 +24,7 @@ struct LinearPlan {
     row_block = smaller(a.m, round_up((a.m + least - 1) / least, VECTOR_ROWS));
     num_row_blocks = (a.m + row_block - 1) / row_block;
     const bool streamed = a.m <= STREAMED_ROWS;
-    blocks_per_piece = streamed ? num_blocks : equal_parts(num_blocks, AVX2_PIECE_BLOCKS);
+    blocks_per_piece = streamed ? num_blocks : equal_parts(num_blocks, AVX2_PIECE_DEPTH / DEPTH<T>);
     most_panels = smaller(num_panels, streamed ? larger(1, STREAMED_CHUNK / (num_blocks * BLOCK_BYTES)) : MAX_CHUNK);
     const int64_t fair = num_panels * num_row_blocks / (num_threads * 4);  // tasks enough that no thread waits for long
     panels_per_task = larger(1, smaller(most_panels, fair));
@@ -72,17 +72,20 @@ INLINE void multiply_piece(const LinearArgs& a, const LinearPlan<T>& plan, int64
                            int64_t panel, int64_t block, const char* next, float* sums) {
   const char* weight = a.weight + (panel * plan.num_blocks + block) * BLOCK_BYTES;
   const int64_t blocks = smaller(plan.blocks_per_piece, plan.num_blocks - block), stride = plan.wide_stride();
-  for (int64_t row = first_row; row < last_row; next = nullptr) {
-    const int64_t rows = next_rows<T>(last_row - row);
-    const Product<T, float> product{x + (row - first_row) * stride, stride, weight, blocks, sums, PANEL, next};
-    if (a.m <= STREAMED_ROWS) {
-      multiply_streamed(rows, product, false);
-    } else {
-      multiply_vectors(rows, product, block > 0);
-    }
-    if (block + blocks == plan.num_blocks) finish<T>(a, row, rows, panel, sums);
-    row += rows, sums += rows * PANEL;
+  const bool last = block + blocks == plan.num_blocks;
+  if (a.m <= STREAMED_ROWS) {
+    multiply_streamed(a.m, Product<T, float>{x, stride, weight, blocks, sums, PANEL}, false);
+    if (last) finish<T>(a, 0, a.m, panel, sums);
+    return;
   }
+  for (int strip = 0; strip < 2; ++strip)
+    for (int64_t row = first_row; row < last_row;) {
+      const int64_t rows = next_rows<T>(last_row - row), at = row - first_row;
+      const Product<T, float> product{x + at * stride, stride, weight, blocks, sums + at * PANEL, PANEL, at ? nullptr : next};
+      multiply_strip(rows, product, strip, block > 0);
+      if (last && strip) finish<T>(a, row, rows, panel, sums + at * PANEL);
+      row += rows;
+    }
 }
 
 // `scratch`: sums, then widened rows.

@@ -109,21 +109,30 @@ void multiply_rows(const Product<T, A>& p, bool resume) {
 }
 
 #if !defined(__AVX512F__)
-// Of a B that is in L1 or L2, or comes there by the prefetches of the product before: `next`, as long as B, to L2.
-template <typename T, int ROWS, typename A>
-void multiply_strips(const Product<T, A>& p, bool resume) {
-  const char *b = p.b, *next = p.next ? p.next : p.b;
-  for (int strip = 0; strip < 2; ++strip, b += TILE_BYTES - p.num_blocks * BLOCK_BYTES) {
-    vec acc[ROWS][VECTORS];
-    load_sums<ROWS>(p.c + strip * 16, p.c_stride, resume, acc);
-    const A* a = p.a;
-    for (int64_t block = 0; block < p.num_blocks; ++block, b += BLOCK_BYTES, a += DEPTH<T>, next += TILE_BYTES)
+// One strip of a B that is in L1 or L2, or comes there by the prefetches of the product before. `next` is as long as B; half of it
+// goes to L2 meanwhile.
+template <typename T, int ROWS, bool PREFETCHES, typename A>
+INLINE void multiply_strip(const Product<T, A>& p, int strip, bool resume) {
+  const char *b = p.b + strip * TILE_BYTES, *next = p.next ? p.next + strip * p.num_blocks * TILE_BYTES : p.b;
+  vec acc[ROWS][VECTORS];
+  load_sums<ROWS>(p.c + strip * 16, p.c_stride, resume, acc);
+  const A* a = p.a;
+  for (int64_t block = 0; block < p.num_blocks; ++block, b += BLOCK_BYTES, a += DEPTH<T>, next += TILE_BYTES)
 #pragma GCC unroll 4
-      for (int word = 0; word < 16; ++word) {
-        _mm_prefetch(next + word * 64, _MM_HINT_T1);
-        multiply_word<T>(a + word * (4 / (int)sizeof(T)), p.a_stride, b + word * 64, acc, ROWS);
-      }
-    store_sums<ROWS>(p.c + strip * 16, p.c_stride, acc);
+    for (int word = 0; word < 16; ++word) {
+      if (PREFETCHES) _mm_prefetch(next + word * 64, _MM_HINT_T1);
+      multiply_word<T>(a + word * (4 / (int)sizeof(T)), p.a_stride, b + word * 64, acc, ROWS);
+    }
+  store_sums<ROWS>(p.c + strip * 16, p.c_stride, acc);
+}
+
+// float32 is faster without prefetches of nothing; GCC's loop of bfloat16 is slower without any.
+template <typename T, int ROWS, typename A>
+void multiply_strip(const Product<T, A>& p, int strip, bool resume) {
+  if (p.next || sizeof(T) == 2) {
+    multiply_strip<T, ROWS, true>(p, strip, resume);
+  } else {
+    multiply_strip<T, ROWS, false>(p, strip, resume);
   }
 }
 
@@ -169,12 +178,25 @@ void multiply_vectors(int64_t rows, const Product<T, A>& p, bool resume) {
     case 1: return multiply_beside<T, 1>(p, resume);
     case 2: return multiply_beside<T, 2>(p, resume);
     case 3: return multiply_beside<T, 3>(p, resume);
-    case 4: return multiply_strips<T, 4>(p, resume);
-    case 5: return multiply_strips<T, 5>(p, resume);
-    case 6: return multiply_strips<T, 6>(p, resume);
+    case 4: return multiply_strip<T, 4>(p, 0, resume), multiply_strip<T, 4>(p, 1, resume);
+    case 5: return multiply_strip<T, 5>(p, 0, resume), multiply_strip<T, 5>(p, 1, resume);
+    case 6: return multiply_strip<T, 6>(p, 0, resume), multiply_strip<T, 6>(p, 1, resume);
 #endif
   }
 }
+
+#if !defined(__AVX512F__)
+// multiply_vectors strip by strip; few rows are all in the first one.
+template <typename T, typename A>
+void multiply_strip(int64_t rows, const Product<T, A>& p, int strip, bool resume) {
+  switch (rows) {
+    case 4: return multiply_strip<T, 4>(p, strip, resume);
+    case 5: return multiply_strip<T, 5>(p, strip, resume);
+    case 6: return multiply_strip<T, 6>(p, strip, resume);
+  }
+  if (strip == 0) multiply_vectors(rows, p, resume);
+}
+#endif
 
 // At most STREAMED_ROWS rows of a B that comes from memory.
 template <typename T, typename A>
