@@ -120,7 +120,10 @@ def linear_peers(weight: Tensor, rows: int, copies: int) -> dict[str, list[Calla
         packed = torch.ops.mkl._mkl_reorder_linear_weight(of, rows)
         return lambda x: torch.ops.mkl._mkl_linear(x, packed, of, None, rows)
 
-    made = {"onednn": onednn, "torch": lambda of: partial(F.linear, weight=of)}
+    made: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
+        "onednn": onednn,
+        "torch": lambda of: partial(F.linear, weight=of),
+    }
     if weight.dtype == torch.float32 and torch.backends.mkl.is_available():
         made["mkl"] = mkl
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
