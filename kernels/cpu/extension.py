@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODULE = "pagewire_kernels_cpu"
-ABI = 8
+ABI = 9
 
 
 @dataclass(frozen=True, slots=True)
