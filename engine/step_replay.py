@@ -74,7 +74,7 @@ class StepReplay:
         adapters: LoraStep | None = None,
     ) -> Tensor:
         """See `Decoder.forward`."""
-        num_rows = len(input_ids)
+        num_rows = input_ids.shape[0]
         if self._refused or adapters is not None or not 0 < num_rows <= self._max_rows:
             return self._model.forward(input_ids, positions, batch, memory, adapters)
         recorded = self._of(memory, batch)

@@ -94,11 +94,11 @@ class RecordedStep:
         return self._result[:num_rows].clone()
 
 
-class _Refusing(TorchDispatchMode):
+class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets torch make tensors, in the arena, and views of them; nothing else."""
 
     def __init__(self, arena: Arena) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

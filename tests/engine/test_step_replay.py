@@ -98,8 +98,13 @@ def workload(engine: Engine, adapters: tuple[str, ...] = ("",)) -> list[Any]:
 
 
 def options(path: Path, **fields: Any) -> EngineOptions:
-    common = {"dtype": "bfloat16", "block_size": 4, "max_num_batched_tokens": 24, "max_model_len": 96}
-    few_blocks = {"kv_cache_memory_bytes": 300_000, "max_num_seqs": 6, "cpu_threads": 1, "kernels": "native"}
+    common: dict[str, Any] = {"dtype": "bfloat16", "block_size": 4, "max_num_batched_tokens": 24, "max_model_len": 96}
+    few_blocks: dict[str, Any] = {
+        "kv_cache_memory_bytes": 120_000,
+        "max_num_seqs": 6,
+        "cpu_threads": 1,
+        "kernels": "native",
+    }
     return EngineOptions(model=str(path), **(common | few_blocks | fields))
 
 
