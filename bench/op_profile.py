@@ -3,7 +3,8 @@
     .venv/bin/python bench/op_profile.py --quantization w8a8 --out FILE
 
 A decode step of 1, 8 and 32 sequences and a prefill of 1 x 1024 tokens, on Qwen2-0.5B's shape with random weights (or
---model). The ops of the extension are timed one by one, so the steps are some microseconds an op slower than without.
+--model). Steps that run from a record (engine/step_replay.py) have one op, "recorded". With --enforce-eager none do:
+the ops are timed one by one, so the steps are some microseconds an op slower than without.
 """
 
 import argparse
@@ -40,6 +41,8 @@ class TimedModule:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._module, name)
+        if name == "Program":
+            return lambda *arguments: TimedProgram(call(*arguments), self.seconds)
         if not callable(call) or isinstance(call, type):
             return call
 
@@ -52,6 +55,23 @@ class TimedModule:
 
         setattr(self, name, timed)
         return timed
+
+
+class TimedProgram:
+    """A record whose runs are timed."""
+
+    def __init__(self, program: Any, seconds: dict[str, float]) -> None:
+        self.begin, self.end = program.begin, program.end
+        self._program = program
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self._program)
+
+    def run(self, *arguments: Any) -> None:
+        started = time.perf_counter()
+        self._program.run(*arguments)
+        self._seconds["recorded"] += time.perf_counter() - started
 
 
 def run_steps(engine: Engine, num_sequences: int, num_tokens: int, max_tokens: int) -> Iterator[float]:
@@ -93,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--work", nargs="+", default=["decode 1", "decode 8", "decode 32", f"prefill {PREFILL}"])
@@ -105,6 +126,7 @@ def main() -> None:
     fields = {"dtype": "bfloat16", "quantization": options.quantization, "cpu_threads": options.threads}
     limits = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 512 << 20}
     fixed = {"model": str(model), "enable_prefix_caching": False, "kernels": "native"}
+    fixed["enforce_eager"] = options.enforce_eager
     engine = Engine(EngineOptions.model_validate(fixed | fields | limits))
     list(run_steps(engine, 1, 64, 2))
     rows = [row for work in options.work for row in profile(engine, timed, work, options.steps)]

@@ -115,11 +115,11 @@ class Profile:
         self._clock, own = Clock(), self.engine._runner
         self._clock.wrap(self.engine.scheduler, "schedule", "schedule")
         self._clock.wrap(runner, "build_batch", "batch")
-        self._clock.wrap(own._model, "forward", "forward")  # type: ignore[attr-defined]
+        self._clock.wrap(own, "_forward", "forward")
         self._clock.wrap(own._model.kernels, "_linear", "head")  # type: ignore[attr-defined]
         self._clock.wrap(own, "execute", "sample")
         self._clock.wrap(self.engine.scheduler, "update", "book")
-        own._model.forward = self._unsplit(own._model.forward)  # type: ignore[attr-defined]
+        own._forward = self._unsplit(own._forward)  # type: ignore[attr-defined]
         self._num_added = 0
 
     def _unsplit(self, forward: Callable[..., Any]) -> Callable[..., Any]:

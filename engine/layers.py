@@ -164,7 +164,7 @@ class Attention:
         group = step.memory.layer_groups[self._layer]
         qkv = self._kernels.linear(x, self.qkv, lora=step.lora(self._qkv_names))
         q = self._kernels.rope_and_store(
-            qkv if self._order is None else qkv.index_select(1, self._order),
+            qkv if self._order is None else self._kernels.columns(qkv, self._order),
             cos,
             sin,
             k_cache,

@@ -162,6 +162,14 @@ class PlainKernels:
             add_to_embedding(x, ids, lora, scale)
         return x
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y. [M, N] each."""
+        return x + y
+
+    def columns(self, x: Tensor, order: Tensor) -> Tensor:
+        """Columns of x [M, K] in another order, or some of them."""
+        return x.index_select(1, order)
+
     def rope_and_store(
         self,
         qkv: Tensor,

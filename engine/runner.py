@@ -70,11 +70,13 @@ class ModelRunner:
         sampler: RowSampler,
         slots: AdapterSlots | None = None,
         place: Callable[[PagedBatch], object] = as_it_is,
+        forward: Callable[..., Tensor] | None = None,
     ) -> None:
-        """`place` makes of a batch what the model's kernels take."""
+        """`place` makes of a batch what the model's kernels take; `forward` runs in place of the model's own."""
         self.config = config
         self._place = place
         self._model = model
+        self._forward = model.forward if forward is None else forward
         self._memory = memory
         self._sampler = sampler
         self._slots = slots
@@ -100,7 +102,7 @@ class ModelRunner:
         slots = self._assign_slots(schedule)
         adapters = self._adapters(slots)
         ids, positions, logits_rows = self._on_device(batch.input_ids, batch.positions, batch.logits_rows)
-        hidden = self._model.forward(ids, positions, self._place(batch.paged), self._memory, adapters)
+        hidden = self._forward(ids, positions, self._place(batch.paged), self._memory, adapters)
         for item, first_row in zip(schedule.items, batch.first_rows, strict=True):
             if item.sequence.wants_prompt_logprobs:
                 self._report_prompt(item, hidden, first_row, slots)

@@ -172,8 +172,8 @@ class EngineOptions(Frozen):
     )
     enforce_eager: bool = option(
         False,
-        "Launch every kernel of a decode step instead of replaying a CUDA graph: slower, but saves the graphs' memory "
-        "and the start's seconds.",
+        "Launch every kernel of a step instead of replaying a CUDA graph, on the CPU a record: slower, but saves their "
+        "memory and the graphs' seconds at the start.",
         panel=_ENGINE,
     )
     max_seq_len_to_capture: int = option(

@@ -109,8 +109,17 @@ class Decoder:
         adapters: LoraStep | None = None,
     ) -> Tensor:
         """Compute the batch's tokens and store their keys and values. input_ids, positions [T] -> [T, hidden]."""
+        return self.run(input_ids, self.begin(positions, batch, memory, adapters))
+
+    def begin(
+        self, positions: Tensor, batch: StepBatch, memory: KvLayers, adapters: LoraStep | None = None
+    ) -> StepContext:
+        """What `run` needs of a step besides its tokens. positions [T]."""
+        return StepContext.build(self.config, self.kernels, batch, positions, memory, adapters, self.group)
+
+    def run(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """The embedding and all layers. input_ids [T] -> [T, hidden]."""
         config, group = self.config, self.group
-        step = StepContext.build(config, self.kernels, batch, positions, memory, adapters, group)
         lora = step.lora(EMBEDDING)
         if group is None or config.shard is None:
             x = self.kernels.embedding(input_ids, self.embedding, config.embedding_scale, lora=lora)

@@ -14,6 +14,7 @@ class Gemma3Block:
 
     def __init__(self, config: ModelConfig, kernels: ModelKernels, weights: WeightSource, layer: int) -> None:
         prefix, size = f"layers.{layer}", config.hidden_size
+        self._kernels = kernels
         self.input_norm = RmsNorm(kernels, weights, f"{prefix}.input_layernorm", size, config)
         self.attention = Attention(kernels, weights, f"{prefix}.self_attn", layer, config)
         self.attention_norm = RmsNorm(kernels, weights, f"{prefix}.post_attention_layernorm", size, config)
@@ -24,7 +25,7 @@ class Gemma3Block:
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         attended = self.attention_norm(self.attention(self.input_norm(x), step))
         normed, x = self.mlp_norm.add(attended, x)
-        return x + self.output_norm(self.mlp(normed, step))
+        return self._kernels.add(x, self.output_norm(self.mlp(normed, step)))
 
 
 def build(config: ModelConfig, kernels: ModelKernels, weights: WeightSource) -> Decoder:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODULE = "pagewire_kernels_cpu"
-ABI = 9
+ABI = 10
 
 
 @dataclass(frozen=True, slots=True)

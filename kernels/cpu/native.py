@@ -9,8 +9,9 @@ and `linear` with a residual. A plain weight is packed on first use and kept bes
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ from kernels.cpu.lora import activate_strips, add_lora, as_strips
 from kernels.cpu.packed import DTYPES, PackedWeight
 from kernels.cpu.packed_groups import NUMBERS, PackedGroups
 from kernels.cpu.packed_parts import PackedParts, pack_alike
+from kernels.cpu.recording import RecordedStep, record
 from kernels.cpu.spaced_rows import spaced_rows
 from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
@@ -46,11 +48,11 @@ NativeWeight = PackedWeight | PackedGroups | PackedParts
 class NativePlan:
     """What attention needs to know of a step's sequences; made once a step for each window."""
 
-    batch: PagedBatch
-    group_size: int
-    window: int | None
+    block_tables: Tensor
     cu_seqlens: Tensor
     kv_lens: Tensor
+    group_size: int
+    window: int | None
 
 
 class NativeKernels:
@@ -214,6 +216,20 @@ class NativeKernels:
         )
         return out, total
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y. [M, N] each."""
+        x, y = (each if each.stride(1) == 1 else each.contiguous() for each in (x, y))
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._ops.add(_code(x), x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), out.data_ptr(), *x.shape)
+        return out
+
+    def columns(self, x: Tensor, order: Tensor) -> Tensor:
+        """x's columns in another order, or some of them. x [M, K], order int64 [N] of numbers below K -> [M, N]."""
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        out = torch.empty(x.shape[0], order.shape[0], dtype=x.dtype)
+        self._ops.columns(_code(x), rows.data_ptr(), rows.stride(0), order.data_ptr(), out.data_ptr(), *out.shape)
+        return out
+
     def rope_tables(self, positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """(cos, sin) of position · inv_freq, times `scaling`. positions [T], inv_freq [D / 2] -> float32 [T, D / 2]."""
         return tiled.rope_tables(positions, inv_freq, scaling)
@@ -276,7 +292,7 @@ class NativeKernels:
     def embedding(
         self, ids: Tensor, weight: Tensor | NativeWeight, scale: float | None = None, *, lora: Lora | None = None
     ) -> Tensor:
-        """Rows of `weight`, times `scale` rounded to its dtype. ids [T] -> [T, H]."""
+        """Rows of `weight`, times `scale` rounded to its dtype. ids [T] -> [T, H]. Raises IndexError."""
         x = self._embedding(ids, weight, scale)
         if lora is not None:
             add_to_embedding(x, ids, lora, scale)
@@ -287,29 +303,21 @@ class NativeKernels:
             return reference.embedding(ids, weight, scale)
         if isinstance(weight, PackedParts):
             raise ValueError("a weight of several parts is no embedding")
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.num_out:
-            raise IndexError(f"token ids must be from 0 to {weight.num_out - 1}")
         ids = ids.contiguous()
         out = torch.empty(ids.shape[0], weight.num_in, dtype=weight.dtype)
-        rounded = 1.0 if scale is None else float(torch.tensor(scale).to(weight.dtype))
+        size = (ids.shape[0], weight.num_in, 1.0 if scale is None else _rounded(scale, weight.dtype), weight.num_out)
         if isinstance(weight, PackedGroups):
             if weight.order is not None:
                 raise ValueError("a weight whose columns are in another order is no embedding")
+            groups = (weight.scale_form, weight.scales.data_ptr(), _address(weight.offsets), weight.group_size)
             self._ops.embedding_grouped(
                 *(DTYPES[weight.dtype], NUMBERS[weight.kind], ids.data_ptr(), weight.data.data_ptr()),
-                *(
-                    weight.scale_form,
-                    weight.scales.data_ptr(),
-                    _address(weight.offsets),
-                    weight.group_size,
-                    out.data_ptr(),
-                ),
-                *(ids.shape[0], weight.num_in, rounded),
+                *(*groups, out.data_ptr(), *size),
             )
             return out
         self._ops.embedding(
             *(DTYPES[weight.dtype], ids.data_ptr(), weight.data.data_ptr(), _address(weight.scales), out.data_ptr()),
-            *(ids.shape[0], weight.num_in, rounded),
+            *size,
         )
         return out
 
@@ -323,9 +331,8 @@ class NativeKernels:
 
     def plan_attention(self, batch: PagedBatch, *, group_size: int, window: int | None) -> NativePlan:
         """The plan of all layers with one window. A token sees the `window` latest positions, its own included."""
-        return NativePlan(
-            batch, group_size, window, torch.tensor(batch.cu_seqlens), torch.tensor(batch.kv_lens, dtype=torch.int64)
-        )
+        cu_seqlens, kv_lens = torch.tensor(batch.cu_seqlens), torch.tensor(batch.kv_lens, dtype=torch.int64)
+        return NativePlan(batch.block_tables, cu_seqlens, kv_lens, group_size, window)
 
     def paged_attention(
         self,
@@ -343,16 +350,24 @@ class NativeKernels:
         num_kv_heads, block_size, head_dim = k_cache.shape[1:]
         rows = q if q.stride(2) == 1 and q.stride(1) == head_dim else q.contiguous()
         out = spaced_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype).view(q.shape)
-        tables = plan.batch.block_tables
+        tables = plan.block_tables
         self._ops.attention(
             *(_code(q), rows.data_ptr(), rows.stride(0)),
             *(*_place(k_cache), *_place(v_cache)),
             *(out.data_ptr(), out.stride(0), tables.data_ptr(), tables.stride(0)),
-            *(plan.cu_seqlens.data_ptr(), plan.kv_lens.data_ptr(), len(plan.batch.kv_lens)),
+            *(plan.cu_seqlens.data_ptr(), plan.kv_lens.data_ptr(), plan.kv_lens.shape[0]),
             *(num_kv_heads, plan.group_size, head_dim, block_size, _cells(k_cache)),
             *(plan.window or 0, scale, cap or 0.0),
         )
         return out
+
+    def record(self, max_rows: int, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> RecordedStep:
+        """The ops of a step, to run them again; see `recording.record`."""
+        return record(self._ops, max_rows, inputs, run)
+
+    def plan_inputs(self, plan: NativePlan) -> Sequence[Tensor]:
+        """What of a plan differs from step to step."""
+        return plan.block_tables, plan.cu_seqlens, plan.kv_lens
 
     def _linear(
         self,
@@ -386,7 +401,7 @@ class NativeKernels:
         questions: int = 0,
     ) -> None:
         if isinstance(weight, PackedGroups) and weight.order is not None:
-            x = x.index_select(1, weight.order)
+            x = self.columns(x, weight.order)
         if x.dtype != weight.dtype or x.shape[1] != weight.num_in or weight.gated != bool(activation):
             raise ValueError(
                 f"{x.dtype} rows of {x.shape[1]} don't fit a {'gated ' if weight.gated else ''}weight of "
@@ -475,6 +490,15 @@ def _cells(cells: Cells) -> int:
 
 def _code(x: Tensor) -> int:
     return DTYPES[x.dtype]
+
+
+@cache
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    """To the nearest of `dtype`, ties to even; without torch, which may not compute while a step is recorded."""
+    bits = int(np.float32(scale).view(np.uint32))
+    if dtype == torch.bfloat16:
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return float(np.uint32(bits).view(np.float32))
 
 
 def _address(x: Tensor | None) -> int:

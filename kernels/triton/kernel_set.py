@@ -132,6 +132,14 @@ class TritonKernels:
             kept = self._frequencies[id(inv_freq)] = (inv_freq, inv_freq.to(self.device))
         return tiled.rope_tables(positions, kept[1], scaling)
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y. [M, N] each."""
+        return x + y
+
+    def columns(self, x: Tensor, order: Tensor) -> Tensor:
+        """Columns of x [M, K] in another order, or some of them."""
+        return x.index_select(1, order)
+
     def rope_and_store(
         self,
         qkv: Tensor,

@@ -214,6 +214,24 @@ struct LoraArgs {
   bool strips;     // y has its parts in strips of 16 columns, by turns
 };
 
+// out = x + y, out's rows side by side.
+struct AddArgs {
+  const void* x;
+  const void* y;
+  void* out;
+  int64_t num_rows, size;
+  int64_t x_stride, y_stride;
+};
+
+// out[row, i] = x[row, order[i]], out's rows side by side.
+struct ColumnsArgs {
+  const void* x;
+  const int64_t* order;
+  void* out;
+  int64_t num_rows, num_columns;
+  int64_t x_stride;
+};
+
 // Rows of a packed weight, times `scale`. ids [num_tokens] -> out [num_tokens, k].
 struct EmbeddingArgs {
   const int64_t* ids;

@@ -39,6 +39,8 @@ struct OpsOfType {
   Op<FixedRowsArgs> fixed_rows;
   Op<GroupedArgs> linear_tiles;
   Op<TileRowsArgs> tile_rows;
+  Op<AddArgs> add;
+  Op<ColumnsArgs> columns;
   uint32_t fixed_numbers;  // a bit for each kind of numbers that goes by linear_fixed
   uint32_t tile_numbers;   // ... by linear_tiles
 };

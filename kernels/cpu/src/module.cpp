@@ -13,12 +13,11 @@
 #include "isa.h"
 #include "pack.h"
 #include "pool.h"
+#include "program.h"
 
 namespace nb = nanobind;
 
 namespace {
-
-typedef uintptr_t Address;
 
 constexpr int64_t SMALL = 1 << 15;  // an op that touches fewer numbers runs on the caller's thread: waking others costs more
 constexpr int64_t PANEL = 32, BLOCK_BYTES = 2048, SPLIT = 256, TILE_TARGET = 64, INT8_DEPTH = 64, INT4_DEPTH = 128, K_DEPTH = 256, FLUSH_DEPTH = 128;  // of ops/tiles.h and ops/attention.h
@@ -95,7 +94,9 @@ struct Questions {
 
   Questions(Address looks, int64_t num_looks, Address whole, int64_t num_whole, int64_t num_columns, int64_t panel_bytes)
       : beside{at<Look>(looks), num_looks, at<int64_t>(whole), num_whole,
-               num_columns,     panel_bytes, nullptr, nullptr, panels_of(num_columns)} {}
+               num_columns,     panel_bytes, nullptr, nullptr, panels_of(num_columns)} {
+    refuse_to_record();
+  }
 
   void make_room(int num_threads) {
     bool wants_total = false;
@@ -369,15 +370,33 @@ void gated(int dtype, Address gate, int64_t gate_stride, Address up, int64_t up_
   run(ops(dtype).gated, args, num_rows * size >= SMALL);
 }
 
+void add(int dtype, Address x, int64_t x_stride, Address y, int64_t y_stride, Address out, int64_t num_rows, int64_t size) {
+  const AddArgs args{at(x), at(y), at(out), num_rows, size, x_stride, y_stride};
+  run(ops(dtype).add, args, num_rows > 1 && num_rows * size >= SMALL);
+}
+
+void columns(int dtype, Address x, int64_t x_stride, Address order, Address out, int64_t num_rows, int64_t num_columns) {
+  const ColumnsArgs args{at(x), at<int64_t>(order), at(out), num_rows, num_columns, x_stride};
+  run(ops(dtype).columns, args, num_rows > 1 && num_rows * num_columns >= SMALL);
+}
+
+void check_ids(Address ids, int64_t num_tokens, int64_t vocab_size) {
+  for (int64_t i = 0; i < num_tokens; ++i)
+    if (const int64_t id = at<int64_t>(ids)[i]; id < 0 || id >= vocab_size)
+      throw std::out_of_range("token ids must be from 0 to " + std::to_string(vocab_size - 1));
+}
+
 // `scales`: of int8 rows, else 0.
 void embedding(int dtype, Address ids, Address weight, Address scales, Address out, int64_t num_tokens, int64_t k,
-               float scale) {
+               float scale, int64_t vocab_size) {
+  check_ids(ids, num_tokens, vocab_size);
   const EmbeddingArgs args{at<int64_t>(ids), at<char>(weight), at(out), num_tokens, k, scale, at<float>(scales)};
   run(scales ? ops(dtype).embedding_int8 : ops(dtype).embedding, args, num_tokens * k >= SMALL);
 }
 
 void embedding_grouped(int dtype, int numbers, Address ids, Address weight, int scale_form, Address scales, Address offsets,
-                       int64_t group, Address out, int64_t num_tokens, int64_t k, float scale) {
+                       int64_t group, Address out, int64_t num_tokens, int64_t k, float scale, int64_t vocab_size) {
+  check_ids(ids, num_tokens, vocab_size);
   const int64_t block = block_depth(numbers), depth = (k + block - 1) / block * block, groups = (depth + group - 1) / group;
   const EmbeddingArgs embedding{at<int64_t>(ids), at<char>(weight), at(out), num_tokens, k, scale, nullptr};
   const GroupedEmbeddingArgs args{embedding,  numbers,           group, groups, scale_form,
@@ -461,7 +480,7 @@ void pack(Address rows, int64_t row_stride_bytes, int64_t row_bytes, int64_t num
 
 NB_MODULE(pagewire_kernels_cpu, m) {
   m.doc() = "pagewire's native CPU kernels; kernels.cpu wraps them.";
-  m.attr("ABI") = 9;
+  m.attr("ABI") = 10;
   nb::set_leak_warnings(false);  // an engine may live until its process ends, and its exchange with it
   m.def("isas", &isas, "(name, reason it can't run here or \"\", emulated) of each instruction set built, best first");
   m.def("use", &use, "pick the instruction set that the ops run on");
@@ -473,23 +492,32 @@ NB_MODULE(pagewire_kernels_cpu, m) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   m.def("read", [](Address buffer, int64_t num_bytes) { return read_all(at<char>(buffer), num_bytes); }, unlocked);
   m.def("pack", &pack, unlocked);
-  m.def("linear", &linear, unlocked);
-  m.def("linear_int8", &linear_int8, unlocked);
-  m.def("linear_grouped", &linear_grouped, unlocked);
-  m.def("embedding_grouped", &embedding_grouped, unlocked);
-  m.def("attention", &attention, unlocked);
-  m.def("rms_norm", &rms_norm, unlocked);
-  m.def("rope", &rope, unlocked);
-  m.def("rope_and_store", &rope_and_store, unlocked);
-  m.def("gated", &gated, unlocked);
-  m.def("embedding", &embedding, unlocked);
-  m.def("gated_strips", &gated_strips, unlocked);
-  m.def("lora", &lora, unlocked);
-  m.def("linear_each", &linear_each, unlocked);
-  m.def("combine", &combine, unlocked);
-  m.def("route", &route, unlocked);
-  m.def("row_looks", &row_looks, unlocked);
-  m.def("draws", &draws, unlocked);
+  m.def("linear", recorded<&linear, 9>(&linear), unlocked);
+  m.def("linear_int8", recorded<&linear_int8, 10>(&linear_int8), unlocked);
+  m.def("linear_grouped", recorded<&linear_grouped, 14>(&linear_grouped), unlocked);
+  m.def("embedding_grouped", recorded<&embedding_grouped, 9, 2>(&embedding_grouped), unlocked);
+  m.def("attention", recorded_over_sequences<&attention, 15, 11, 13, 14>(&attention), unlocked);
+  m.def("rms_norm", recorded<&rms_norm, 8>(&rms_norm), unlocked);
+  m.def("rope", recorded<&rope, 11, 9, 10>(&rope), unlocked);
+  m.def("rope_and_store", recorded<&rope_and_store, 23, 9, 10, 21, 22>(&rope_and_store), unlocked);
+  m.def("gated", recorded<&gated, 7>(&gated), unlocked);
+  m.def("add", recorded<&add, 6>(&add), unlocked);
+  m.def("columns", recorded<&columns, 5>(&columns), unlocked);
+  m.def("embedding", recorded<&embedding, 5, 1>(&embedding), unlocked);
+  m.def("gated_strips", unrecorded<&gated_strips>(&gated_strips), unlocked);
+  m.def("lora", unrecorded<&lora>(&lora), unlocked);
+  m.def("linear_each", unrecorded<&linear_each>(&linear_each), unlocked);
+  m.def("combine", unrecorded<&combine>(&combine), unlocked);
+  m.def("route", unrecorded<&route>(&route), unlocked);
+  m.def("row_looks", unrecorded<&row_looks>(&row_looks), unlocked);
+  m.def("draws", unrecorded<&draws>(&draws), unlocked);
+  nb::exception<Unrecordable>(m, "Unrecordable");
+  nb::class_<Program>(m, "Program", "a step's ops to run again, see program.h")
+      .def(nb::init<int64_t, std::vector<Address>>())
+      .def("begin", &Program::begin, "this thread's ops are noted from now on, and not run")
+      .def("end", &Program::end)
+      .def("__len__", &Program::size)
+      .def("run", &Program::run, unlocked);
   m.attr("LOOK_BYTES") = sizeof(Look);
   m.attr("DRAW_BYTES") = sizeof(Draw);
   nb::class_<Questions>(m, "Questions", "about a linear op's result (ops/looks.h), handed to it by address")
@@ -500,9 +528,9 @@ NB_MODULE(pagewire_kernels_cpu, m) {
         new (self) Exchange(at(memory), capacity, rank, size, spin_ns, timeout_ms);
       })
       .def_static("bytes", &Exchange::bytes)
-      .def("sum", [](Exchange& self, Address own, Address total, int64_t count) { self.sum(at<float>(own), at<float>(total), count); },
+      .def("sum", [](Exchange& self, Address own, Address total, int64_t count) { refuse_to_record(); self.sum(at<float>(own), at<float>(total), count); },
            unlocked)
-      .def("gather", [](Exchange& self, Address own, Address all, int64_t num_bytes) { self.gather(at<char>(own), at<char>(all), num_bytes); },
+      .def("gather", [](Exchange& self, Address own, Address all, int64_t num_bytes) { refuse_to_record(); self.gather(at<char>(own), at<char>(all), num_bytes); },
            unlocked)
       .def("give_up", &Exchange::give_up, unlocked);
 }

@@ -1,0 +1,160 @@
+"""Recording ops: they run again with other rows and inputs, memory is used again, and nothing else gets in."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.native import NativeKernels
+from kernels.cpu.packed import PackedWeight
+from kernels.cpu.recording import Arena, RecordedStep, Unrecordable
+from tests.kernels.cpu.harness import assert_same_bits, kernels_for, normal
+
+ROWS = 12
+
+
+@pytest.fixture
+def native() -> NativeKernels:
+    return kernels_for("avx2")
+
+
+@pytest.fixture
+def table(native: NativeKernels) -> PackedWeight:
+    return native.pack(normal(50, 64, dtype=torch.bfloat16, seed=1))
+
+
+def record(native: NativeKernels, table: PackedWeight, run: Callable[[Tensor], Tensor]) -> RecordedStep:
+    """`run` gets embedded rows [ROWS, 64]."""
+    ids = torch.zeros(ROWS, dtype=torch.int64)
+    return native.record(ROWS, [ids], lambda: run(native.embedding(ids, table)))
+
+
+def test_other_rows_and_other_ids(native: NativeKernels) -> None:
+    table, weight = (native.pack(normal(n, 64, dtype=torch.bfloat16, seed=n)) for n in (50, 80))
+    norm = normal(64, dtype=torch.bfloat16, seed=3)
+
+    def compute(ids: Tensor) -> Tensor:
+        x = native.embedding(ids, table)
+        return native.linear(native.add(x, native.rms_norm(x, norm, 1e-6)), weight)
+
+    recorded_ids = torch.zeros(ROWS, dtype=torch.int64)
+    step = native.record(ROWS, [recorded_ids], lambda: compute(recorded_ids))
+    assert step.num_ops == 4
+    for num_rows in (1, ROWS, 5):
+        ids = torch.arange(num_rows) * 3
+        result = step.run(num_rows, num_rows, [ids])
+        assert_same_bits(result, compute(ids))
+        kept = result.clone()
+        step.run(num_rows, num_rows, [ids + 1])
+        assert_same_bits(result, kept)  # it is the caller's own
+    for num_rows in (0, ROWS + 1):
+        with pytest.raises(ValueError, match="max_rows"):
+            step.run(num_rows, 1, [recorded_ids])
+    with pytest.raises(ValueError, match="other inputs"):
+        step.run(1, 1, [])
+    with pytest.raises(IndexError, match="from 0 to 49"):
+        step.run(1, 1, [torch.tensor([50])])
+
+
+def test_nothing_runs_while_recording(native: NativeKernels, table: PackedWeight) -> None:
+    target = torch.zeros(ROWS, 64, dtype=torch.bfloat16)
+
+    def run(x: Tensor) -> Tensor:
+        native._ops.add(1, x.data_ptr(), 64, x.data_ptr(), 64, target.data_ptr(), ROWS, 64)
+        return x
+
+    record(native, table, run).run(2, 2, [torch.tensor([1, 2])])
+    assert target[:2].any()
+    assert not target[2:].any()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda native, x: x + 1,
+        lambda native, x: x.contiguous().clone(),
+        lambda native, x: x.t().contiguous(),
+        lambda native, x: native.add(x, x.float().bfloat16()),
+        lambda native, x: x.mul_(2),
+        lambda native, x: x.index_select(1, torch.arange(64)),
+        lambda native, x: torch.zeros_like(x),
+        lambda native, x: torch.tensor([[1.0] * 64] * ROWS),
+        lambda native, x: x if int(x.max()) else x[:1],
+        lambda native, x: x[x.sum() > 0],
+        lambda native, x: native.add(x[:4], x[:4]),
+        lambda native, x: x[:4],
+        lambda native, x: native.soft_cap(x, 2.0),
+    ],
+)
+def test_what_else_is_computed_is_refused(
+    native: NativeKernels, table: PackedWeight, run: Callable[..., Tensor]
+) -> None:
+    with pytest.raises(Unrecordable):
+        record(native, table, lambda x: run(native, x))
+    x = normal(3, 64, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(native.add(x, x), x + x)  # the thread records no longer
+
+
+def test_inputs_are_known(native: NativeKernels, table: PackedWeight) -> None:
+    ids = torch.zeros(ROWS, dtype=torch.int64)
+    others = ids.clone()
+    with pytest.raises(Unrecordable, match="none of its inputs"):
+        native.record(ROWS, [ids], lambda: native.embedding(others, table))
+    x = torch.zeros(ROWS, 64, dtype=torch.bfloat16)
+    with pytest.raises(Unrecordable, match="as something else"):
+        native.record(ROWS, [x], lambda: native.add(x, x))
+
+
+def test_views_and_new_tensors_are_allowed(native: NativeKernels, table: PackedWeight) -> None:
+    step = record(native, table, lambda x: native.add(x.view(ROWS, 8, 8).view(ROWS, -1)[:, :64], x.reshape(ROWS, 64)))
+    ids = torch.tensor([4, 5])
+    assert step.run(2, 2, [ids]).shape == (2, 64)
+
+
+def test_memory_is_used_again(native: NativeKernels, table: PackedWeight) -> None:
+    """A chain of any length needs two places, each as large as it has ever been."""
+
+    def chain(length: int) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            for _ in range(length):
+                x = native.add(x, x)
+            return x
+
+        return run
+
+    sizes = {length: record(native, table, chain(length)).num_bytes for length in (2, 20)}
+    assert sizes[2] == sizes[20] <= 3 * ROWS * 64 * 2
+    result = record(native, table, chain(5)).run(1, 1, [torch.tensor([3])])
+    assert_same_bits(result, normal(50, 64, dtype=torch.bfloat16, seed=1)[3:4] * 32)
+
+
+def test_an_arena_gives_no_place_away_that_is_in_use() -> None:
+    arena = Arena()
+    first = arena.empty((4, 8), torch.float32)
+    second = arena.empty((4, 8), torch.float32)
+    view = first[1:]
+    addresses = {first.data_ptr(), second.data_ptr()}
+    del first
+    gc.collect()
+    third = arena.empty((4, 8), torch.float32)
+    assert third.data_ptr() not in addresses
+    where = second.data_ptr()
+    del second
+    assert arena.empty((2, 4), torch.bfloat16).data_ptr() == where
+    assert view.data_ptr() % 32 == 0
+    assert arena.num_bytes == 3 * 4 * 8 * 4
+
+
+def test_a_thread_records_one_step(native: NativeKernels) -> None:
+    ops: Any = native._ops
+    program = ops.Program(ROWS, [])
+    program.begin()
+    with pytest.raises(RuntimeError, match="records already"):
+        ops.Program(ROWS, []).begin()
+    del program
+    gc.collect()
+    x = normal(3, 64, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(native.add(x, x), x + x)
