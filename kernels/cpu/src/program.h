@@ -141,10 +141,10 @@ inline void refuse_to_record() {
 }
 
 // An op that makes a step one that can't be recorded.
-template <auto OP, typename... A>
-auto unrecorded(void (*)(A...)) {
+template <auto OP, typename Result, typename... A>
+auto unrecorded(Result (*)(A...)) {
   return [](A... each) {
     refuse_to_record();
-    OP(each...);
+    return OP(each...);
   };
 }
