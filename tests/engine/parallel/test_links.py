@@ -57,7 +57,10 @@ class Scripted:
         return self._arrivals.pop(0) if self._arrivals else None
 
     def how_it_ended(self, timeout: float) -> str | None:
-        return "exit code 1" if any(peer.closed for peer in self.peers) else None
+        deadline = time.monotonic() + timeout
+        while not (over := any(peer.closed for peer in self.peers)) and time.monotonic() < deadline:
+            time.sleep(0.005)  # a peer's end is heard before it says of itself that it is closed
+        return "exit code 1" if over else None
 
     def kill(self) -> None:
         self.killed.set()
