@@ -82,6 +82,6 @@ def test_a_connection_that_went_away_is_no_traceback(capsys: pytest.CaptureFixtu
 
 def test_what_a_library_notes_in_every_record_is_not_printed() -> None:
     """Ray's record factory does so in each process that has imported it."""
-    noted = record("step %d", 3, request_id="r1", _ray_timestamp_ns=1)
+    noted = record("step %d", 3, request_id="r1", _library_timestamp=1)
     for formatter in (JsonFormatter("prefill"), TextFormatter("prefill")):
-        assert "_ray" not in formatter.format(noted)
+        assert "_library" not in formatter.format(noted)
