@@ -97,6 +97,11 @@ class RecordedStep:
 class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets torch make tensors, in the arena, and views of them; nothing else."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else the first call imports torch's compiler and sympy: 115 MB and 2 s for what is never compiled."""
+        return False
+
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
