@@ -63,10 +63,11 @@ class Turns:
 
     def _wait(self, now: float) -> bool:
         """False if it goes on without: beside one that is slow, or frozen."""
-        owner, cpu_seconds = self._turn.owner()
+        before = {lock: lock.owner() for lock in (self._door, self._turn)}
         if self._take(now + MOST_SECONDS):
             return True
-        owner_now, cpu_seconds_now = self._turn.owner()
+        held = self._turn if self._turn.is_taken() else self._door  # who stands there and does not take a free turn
+        (owner, cpu_seconds), (owner_now, cpu_seconds_now) = before[held], held.owner()
         if owner_now == owner and cpu_seconds_now - cpu_seconds < WORKING_SHARE * MOST_SECONDS:
             self._waits_from = now + MOST_SECONDS + REST_SECONDS
         return False
@@ -103,7 +104,8 @@ class _Lock:
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.pwrite(self._file, os.getpid().to_bytes(_PID_BYTES, "little"), 0)
+                with suppress(OSError):  # no room for a name: who can't be told counts as frozen
+                    os.pwrite(self._file, os.getpid().to_bytes(_PID_BYTES, "little"), 0)
                 return True
             except BlockingIOError:
                 if (seconds := deadline - time.monotonic()) <= 0:
@@ -111,6 +113,13 @@ class _Lock:
             if self._rung.poll(1e3 * min(seconds, _LOOK_SECONDS)):
                 with suppress(BlockingIOError):  # another one has heard it
                     os.read(self._bell, 4096)
+
+    def is_taken(self) -> bool:
+        """By another: it is not for who has it."""
+        if not self.take(0.0):
+            return True
+        self.give_up()
+        return False
 
     def owner(self) -> tuple[int, float]:
         """The process that had it last, and the CPU time it has used."""

@@ -34,8 +34,8 @@ class AdapterMemory:
         """By worker id: a worker that starts anew has the same one."""
         self._seen: dict[Process, tuple[AdapterView, ...]] = {}
         self._settled: set[tuple[Process, AdapterLabel]] = set()
-        self._given: set[tuple[Process, AdapterLabel]] = set()
-        """Also what is still under way: that the process tells of it then is no news."""
+        self._given: dict[tuple[Process, AdapterLabel], None] = {}
+        """Also what is still under way: that the process tells of it then is no news. The latest come last."""
         self._withdrawn: set[tuple[Process, AdapterLabel]] = set()
         self.labels: Mapping[str, AdapterLabel] = {}
         """By name."""
@@ -66,7 +66,8 @@ class AdapterMemory:
 
     def give(self, process: Process, label: AdapterLabel) -> None:
         """It is about to be given the load."""
-        self._given.add((process, label))
+        self._given.pop((process, label), None)
+        self._given[process, label] = None
 
     def settle(self, process: Process, label: AdapterLabel) -> None:
         """It was given the load, or can't take it: not to be tried again."""
@@ -78,7 +79,7 @@ class AdapterMemory:
         It has joined while the load was failing: who made it did not know of the process.
         """
         found: dict[Process, list[AdapterLabel]] = {}
-        for process, label in self._given - self._withdrawn:
+        for process, label in self._given.keys() - self._withdrawn:
             if label in self._gone and label in self._had.get(process, ()):
                 found.setdefault(process, []).append(label)
         return found
@@ -111,7 +112,7 @@ class AdapterMemory:
             had = self._had.get(process)
             for label in (had or frozenset()) - now.keys():
                 self._bury(label)
-                self._given.discard((process, label))  # if it has it once more, that is somebody's doing
+                self._given.pop((process, label), None)  # if it has it once more, that is somebody's doing
                 self._settled.discard((process, label))
                 self._withdrawn.discard((process, label))
             if had is not None:  # somebody has loaded it now, and not again only
@@ -141,14 +142,16 @@ class AdapterMemory:
         kept = {*views, *away[-_MOST_AWAY:]}
         self._had = {process: had for process, had in self._had.items() if process in kept}
         self._settled = {each for each in self._settled if each[0] in kept}
-        self._given = {each for each in self._given if each[0] in kept}
+        self._given = {each: None for each in self._given if each[0] in kept}
         self._withdrawn = {each for each in self._withdrawn if each[0] in kept}
 
     def _forget_loads(self) -> None:
         """Those that no question is about any more: a process may live through any number of them."""
         self._settled = {each for each in self._settled if self.wants(each[1])}
-        self._given = {each for each in self._given if self._matters(*each)}
-        self._withdrawn = {each for each in self._withdrawn if self._matters(*each)}
+        over = [each for each in self._given if not self._matters(*each)]
+        for each in over[:-_MOST_GONE]:  # of the latest one may still be under way: it must not pass for news
+            del self._given[each]
+        self._withdrawn &= self._given.keys()
 
     def _matters(self, process: Process, label: AdapterLabel) -> bool:
         """It is wanted, or it was taken away, or the process has it."""

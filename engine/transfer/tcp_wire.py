@@ -27,7 +27,7 @@ from engine.transfer.plane import BLOCKS_PER_READ, PlaneUnavailable, RemoteBlock
 SECRET_BYTES = 32
 HELLO_SECONDS = 2.0
 STALL_SECONDS = 10.0
-FLOOR_BYTES_PER_SECOND = 1 << 20  # what an answer is sent and read with, at least; computing KV again is faster
+FLOOR_BYTES_PER_SECOND = 1 << 20  # an answer that comes slower is given up; computing KV again is faster
 _PROOF_BYTES = 32
 _COUNT = struct.Struct("<I")
 _WANTED = struct.Struct("<IQ")

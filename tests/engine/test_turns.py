@@ -1,5 +1,6 @@
 """Turns of processes that share cores: one at a time, in turn, and never a reason to stop."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -111,6 +112,39 @@ def test_who_is_slow_is_waited_for_at_each_step(tmp_path: Path, monkeypatch: pyt
         assert has_waited(mine)
     slow.close()
     mine.close()
+
+
+def test_who_is_frozen_at_the_door_is_not_taken_for_who_had_the_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That was this process, which has other work as well: sending blocks, for example."""
+    monkeypatch.setattr(turns, "MOST_SECONDS", 0.05)
+    cpu_seconds = count(step=turns.WORKING_SHARE * 0.05)
+    monkeypatch.setattr(turns, "_cpu_seconds", lambda pid: next(cpu_seconds) if pid == os.getpid() else 0.0)
+    frozen, mine, third = (Turns(tmp_path) for _ in range(3))
+    with mine.one():
+        assert frozen._door.take(0.0)
+        os.pwrite(frozen._door._file, (1).to_bytes(turns._PID_BYTES, "little"), 0)
+        assert has_waited(third), "somebody at work has the turn"
+        assert has_waited(third)
+    assert has_waited(mine)
+    assert not has_waited(mine), "it waits for the frozen one again"
+    for each in (frozen, mine, third):
+        each.close()
+
+
+def test_a_full_disk_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", is_full)
+    first, second = Turns(tmp_path), Turns(tmp_path)
+    for each in (first, second, first):
+        with each.one():
+            pass
+        each._waits_from = 0.0
+    first.close()
+    second.close()
 
 
 def test_cpu_time_is_that_of_the_process() -> None:

@@ -132,4 +132,18 @@ def test_loads_that_are_over_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
         memory.observe(told(p=(view("a", generation),), d=()))
         assert memory.observe(here) == {}, "it is settled as long as it is wanted"
         sizes.add((len(memory._settled), len(memory._given), len(memory._withdrawn)))
-    assert sizes <= {(1, n, n) for n in range(1, 5)}
+    assert sizes <= {(1, n, n) for n in range(1, 8)}
+
+
+def test_a_load_that_lands_late_is_no_news() -> None:
+    """It was under way while a newer one replaced it, which was unloaded then: nobody gets it, the process loses it."""
+    memory = AdapterMemory()
+    assert memory.observe(told(p=(A,), d=())) == {D: [A]}
+    memory.give(D, A.label)
+    memory.observe(told(p=(A,), d=(), again=(NEWER,)))
+    memory.observe(told(p=(NEWER,), d=(), again=(NEWER,)))
+    assert memory.forget("a")
+    assert memory.observe(told(p=(), d=(), again=())) == {}
+    assert memory.observe(told(p=(), d=(A,), again=())) == {}
+    assert memory.labels == {}
+    assert memory.unwanted() == {D: [A.label]}
