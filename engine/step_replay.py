@@ -77,16 +77,15 @@ class StepReplay:
         num_rows = input_ids.shape[0]
         if self._refused or adapters is not None or not 0 < num_rows <= self._max_rows:
             return self._model.forward(input_ids, positions, batch, memory, adapters)
-        recorded = self._of(memory, batch)
+        layer = _first_layer(memory)  # held to the end: the pool stays mapped should another thread close it meanwhile
+        recorded = self._of(layer, memory, batch)
         if recorded is None:
             return self._model.forward(input_ids, positions, batch, memory)
         step = self._model.begin(positions, batch, memory)
         return recorded.run(num_rows, len(batch.kv_lens), self._inputs(input_ids, step))
 
-    def _of(self, memory: KvLayers, batch: PagedBatch) -> RecordedStep | None:
-        keys, _ = memory.layer(0)  # raises if the memory is closed
-        values = keys if isinstance(keys, Tensor) else keys.values
-        if self._recorded_layer is None or self._recorded_layer() is not values:
+    def _of(self, layer: Tensor, memory: KvLayers, batch: PagedBatch) -> RecordedStep | None:
+        if self._recorded_layer is None or self._recorded_layer() is not layer:
             self._recorded = None
             try:
                 self._recorded = self._record(memory, batch)
@@ -94,7 +93,7 @@ class StepReplay:
                 self._refused = True
                 logger.info("steps run op by op: %s", error)
                 return None
-            self._recorded_layer = ref(values)
+            self._recorded_layer = ref(layer)
         return self._recorded
 
     def _record(self, memory: KvLayers, like: PagedBatch) -> RecordedStep:
@@ -116,7 +115,7 @@ class StepReplay:
     def _inputs(self, input_ids: Tensor, step: StepContext) -> list[Tensor]:
         """All that an op may read of a step, always in this order."""
         kernels, batch = cast(RecordingKernels, self._model.kernels), cast(PagedBatch, step.batch)
-        inputs = [input_ids]
+        inputs = [input_ids.contiguous()]
         for tables in step.tables.values():
             inputs += tables
         for own in (batch, *batch.others):
@@ -124,6 +123,12 @@ class StepReplay:
         for plan in step.plans.values():
             inputs += kernels.plan_inputs(plan)
         return inputs
+
+
+def _first_layer(memory: KvLayers) -> Tensor:
+    """Its keys, a view of the pool. Raises IndexError if the memory is closed."""
+    keys, _ = memory.layer(0)
+    return keys if isinstance(keys, Tensor) else keys.values
 
 
 class _Unknown(tuple[int, ...]):

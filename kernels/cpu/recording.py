@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _LINE_BYTES = 64
@@ -122,6 +123,15 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
 
+class _Unread(TorchFunctionMode):
+    """Refuses what hands a tensor's values out without torch computing anything, so that `_Refusing` isn't asked."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            raise Unrecordable(f"values are read: {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
 def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
@@ -134,9 +144,9 @@ def record(ops: Any, max_rows: int, inputs: Sequence[Tensor], run: Callable[[], 
     arena = Arena()
     program = ops.Program(max_rows, [each.data_ptr() for each in inputs])
     try:
-        with _Refusing(arena):
-            program.begin()
+        with _Refusing(arena), _Unread():
             try:
+                program.begin()
                 result = run()
             finally:
                 program.end()

@@ -4,6 +4,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,34 @@ def test_a_record_is_of_one_memory(tiny_model: Callable[..., Path], replayed: li
     assert gone() is None, "a record must not keep the pool mapped"
 
 
+def test_the_pool_stays_mapped_while_a_step_runs(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ops run without the GIL, so that another thread may close it meanwhile."""
+    tiny = TinyModel(tiny_model("llama", seed=1), kernels="native")
+    replay, memory = StepReplay(tiny.model, 8), tiny.memory
+    ids, positions, batch = torch.tensor([7]), torch.tensor([2]), batch_of(tiny, [3], 3)
+    expected = replay.forward(ids, positions, batch, memory)
+    mapped, run = weakref.ref(memory.buffer.base), RecordedStep.run
+
+    def closed_before(self: RecordedStep, *arguments: Any) -> torch.Tensor:
+        memory.close()
+        assert mapped() is not None
+        return run(self, *arguments)
+
+    monkeypatch.setattr(RecordedStep, "run", closed_before)
+    assert torch.equal(replay.forward(ids, positions, batch, memory), expected)
+    assert mapped() is None
+
+
+def test_token_ids_may_lie_apart(tiny_model: Callable[..., Path]) -> None:
+    tiny = TinyModel(tiny_model("llama", seed=1), kernels="native", num_sequences=1)
+    ids, positions = random_prompt(10, seed=1)[::2], torch.arange(5)
+    batch = PagedBatch.build([5], [5], [tiny.place().block_table], tiny.memory.layout.block_size)
+    expected = tiny.model.forward(ids, positions, batch, tiny.memory)
+    assert torch.equal(StepReplay(tiny.model, 8).forward(ids, positions, batch, tiny.memory), expected)
+
+
 def test_records_go_with_the_engine(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[RecordedStep]] = []
     initialize = RecordedStep.__init__
@@ -205,6 +234,23 @@ def test_records_go_with_the_engine(tiny_model: Callable[..., Path], monkeypatch
         gc.enable()
     assert len(made) == 1
     assert made[0]() is None
+
+
+def test_threads_record_and_run_beside_each_other(tiny_model: Callable[..., Path]) -> None:
+    """As two engines of one process do: what one records the other runs."""
+    paths = [tiny_model("qwen2", seed=1), tiny_model("gemma3", seed=1)]
+    models = [TinyModel(path, kernels="native", num_sequences=1) for path in paths]
+    cpu.load().configure_threads(2)
+    ids, positions = random_prompt(20, seed=1), torch.arange(20)
+
+    def agrees(tiny: TinyModel) -> bool:
+        batch = PagedBatch.build([20], [20], [list(range(5))], tiny.memory.layout.block_size)
+        expected = tiny.model.forward(ids, positions, batch, tiny.memory)
+        found = [StepReplay(tiny.model, 32).forward(ids, positions, batch, tiny.memory) for _ in range(20)]
+        return all(torch.equal(each, expected) for each in found)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(agrees, models))
 
 
 def test_threads_may_change(tiny_model: Callable[..., Path]) -> None:

@@ -2,8 +2,10 @@
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from torch import Tensor
 from kernels.cpu.native import NativeKernels
 from kernels.cpu.packed import PackedWeight
 from kernels.cpu.recording import Arena, RecordedStep, Unrecordable
+from kernels.cpu.recording import record as record_ops
+from kernels.grouped import GroupedMatrix
 from tests.kernels.cpu.harness import assert_same_bits, kernels_for, normal
 
 ROWS = 12
@@ -83,6 +87,9 @@ def test_nothing_runs_while_recording(native: NativeKernels, table: PackedWeight
         lambda native, x: torch.zeros_like(x),
         lambda native, x: torch.tensor([[1.0] * 64] * ROWS),
         lambda native, x: x if int(x.max()) else x[:1],
+        lambda native, x: x[: len(x.tolist())],
+        lambda native, x: x[: len(x.view(torch.int16).numpy())],
+        lambda native, x: x[: len(np.asarray(x.view(torch.int16)))],
         lambda native, x: x[x.sum() > 0],
         lambda native, x: native.add(x[:4], x[:4]),
         lambda native, x: x[:4],
@@ -96,6 +103,50 @@ def test_what_else_is_computed_is_refused(
         record(native, table, lambda x: run(native, x))
     x = normal(3, 64, dtype=torch.bfloat16, seed=1)
     assert torch.equal(native.add(x, x), x + x)  # the thread records no longer
+
+
+def test_an_interrupted_record_is_at_an_end(native: NativeKernels) -> None:
+    """Even where the interrupt comes as it begins."""
+    programs: list[Any] = []
+
+    def program_of(max_rows: int, inputs: list[int]) -> SimpleNamespace:
+        programs.append(program := native._ops.Program(max_rows, inputs))
+
+        def begin() -> None:
+            program.begin()
+            raise KeyboardInterrupt
+
+        return SimpleNamespace(begin=begin, end=program.end)
+
+    ops = SimpleNamespace(Program=program_of, Unrecordable=native._ops.Unrecordable)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            record_ops(ops, ROWS, [], lambda: torch.empty(ROWS, 1))
+        x = normal(3, 64, dtype=torch.bfloat16, seed=1)
+        assert torch.equal(native.add(x, x), x + x)
+    finally:
+        programs[0].end()
+
+
+def test_ops_of_other_places_in_a_model(native: NativeKernels) -> None:
+    """Those that no model of `tests/engine/test_step_replay.py` has."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randint(-127, 128, (50, 64), generator=generator).char()
+    scales = torch.rand(50, 2, generator=generator)
+    table = native.pack_groups(GroupedMatrix("int8", numbers, scales, 32, None, None), dtype=torch.bfloat16)
+
+    def compute(ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = native.embedding(ids, table)
+        turned = native.apply_rope(x.view(-1, 2, 32), cos, sin).view(-1, 64)
+        return native.silu_and_mul(turned, native.gelu_tanh_and_mul(x, turned))
+
+    recorded = [torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS, 16), torch.zeros(ROWS, 16)]
+    step = native.record(ROWS, recorded, lambda: compute(*recorded))
+    assert step.num_ops == 4
+    for num_rows in (1, ROWS, 7):
+        ids = torch.randint(0, 50, (num_rows,), generator=generator)
+        cos, sin = torch.rand(2, num_rows, 16, generator=generator)
+        assert_same_bits(step.run(num_rows, num_rows, [ids, cos, sin]), compute(ids, cos, sin))
 
 
 def test_inputs_are_known(native: NativeKernels, table: PackedWeight) -> None:
