@@ -199,24 +199,19 @@ def test_every_number_is_exact(native: NativeKernels) -> None:
                 assert torch.equal(result, weight.dequantized().T[:rows])
 
 
-def test_the_largest_sums_fit(native: NativeKernels) -> None:
+def test_the_largest_sums_fit(native: NativeKernels, dtype: torch.dtype) -> None:
     """Every number and every x the largest of their kind: sums of a group's products stay within 32 bits."""
-    largest = 2 - 2.0**-7  # 255 * 2^-7: in fixed point 32640
-    for kind in RANGES:
-        for at_top in (True, False):
-            weight = _extreme(kind, at_top=at_top)
-            packed = pack(native, weight, dtype=torch.bfloat16)
-            for rows, sign in itertools.product((1, 2, 3, 9), (1.0, -1.0)):
-                x = torch.full((rows, 256), sign * largest, dtype=torch.bfloat16)
-                expected, error = product(x, weight)
-                with case(kind, at_top, rows, sign):
-                    assert_within(native.logits(x, packed), expected, error)
-
-
-def _extreme(kind: Numbers, *, at_top: bool) -> GroupedMatrix:
-    weight = matrix(kind, 40, 256, 128, seed=1) if kind in KINDS else k_matrix(kind, 40, 256, seed=1)
-    numbers = torch.full_like(weight.numbers, RANGES[kind][at_top])
-    return replace(weight, numbers=numbers)
+    largest = 2 - (2.0**-7 if dtype == torch.bfloat16 else 2.0**-14)  # in fixed point 32640, 32767
+    weights = [matrix(kind, 40, 256, 128, seed=1) for kind in RANGES]
+    weights += [k_matrix(kind, 40, 256, seed=1) for kind in K_KINDS]
+    for weight, end in itertools.product(weights, (0, 1)):
+        extreme = replace(weight, numbers=torch.full_like(weight.numbers, RANGES[weight.kind][end]))
+        packed = pack(native, extreme, dtype=dtype)
+        for rows, sign in itertools.product((1, 2, 3, 9), (1.0, -1.0)):
+            x = torch.full((rows, 256), sign * largest, dtype=dtype)
+            expected, error = product(x, extreme)
+            with case(weight.kind, weight.group_size, end, rows, sign):
+                assert_within(native.logits(x, packed), expected, error)
 
 
 def test_a_row_is_the_same_in_any_company(native: NativeKernels) -> None:

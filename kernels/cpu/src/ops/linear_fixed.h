@@ -88,6 +88,8 @@ constexpr bool IN_PLACE = N::NIBBLES && ROWS <= IN_PLACE_ROWS;  // odd pairs tim
 // Sums of pairs for some rows; `odd`: those that are 16 times as much.
 template <typename N, int ROWS>
 struct PairSums {
+  // Numbers are below 64, x's at most 2^15 in size, and half of a block's numbers are in odd pairs.
+  static_assert(!IN_PLACE<N, ROWS> || 63LL * 16 * (1 << 15) * (N::DEPTH / 2) <= INT32_MAX);
   ivec even[ROWS][VECTORS], odd[IN_PLACE<N, ROWS> ? ROWS : 1][VECTORS];
 
   __attribute__((always_inline)) void start(const int32_t* starts) {

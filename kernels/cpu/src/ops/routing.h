@@ -57,12 +57,13 @@ INLINE void limit_groups(const RouteArgs& a, float* ranking, float* of_groups, f
   }
 }
 
+// Numbers of each of a row's arrays: an even one, so that what comes after float32 is aligned for int64.
+INLINE int64_t route_room(const RouteArgs& a) { return round_up(a.num_experts, 2); }
+
 INLINE void route_row(const RouteArgs& a, int64_t row, char* scratch) {
-  float* scores = (float*)scratch;
-  float* ranking = scores + a.num_experts;
-  float* best = ranking + a.num_experts;
-  float* of_groups = best + a.num_experts;
-  int64_t* indices = (int64_t*)(of_groups + round_up(a.num_experts, 2));
+  const int64_t room = route_room(a);
+  float *scores = (float*)scratch, *ranking = scores + room, *best = ranking + room, *of_groups = best + room;
+  int64_t* indices = (int64_t*)(of_groups + room);
   const float* logits = a.logits + row * a.num_experts;
   a.sigmoid ? squash(logits, a.num_experts, scores) : soften(logits, a.num_experts, scores);
   for (int64_t i = 0; i < a.num_experts; ++i) ranking[i] = a.bias ? scores[i] + a.bias[i] : scores[i];
@@ -81,7 +82,4 @@ void route(const RouteArgs& a, const Region& region) {
     for (int64_t row = first; row < smaller(first + ROUTE_ROWS, a.num_rows); ++row) route_row(a, row, region.scratch);
 }
 
-int64_t route_scratch(const RouteArgs& a) {
-  const int64_t count = round_up(a.num_experts, 2);
-  return count * (4 * sizeof(float) + sizeof(int64_t));
-}
+int64_t route_scratch(const RouteArgs& a) { return route_room(a) * (4 * sizeof(float) + sizeof(int64_t)); }
