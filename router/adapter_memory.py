@@ -145,9 +145,12 @@ class AdapterMemory:
         self._withdrawn = {each for each in self._withdrawn if each[0] in kept}
 
     def _forget_loads(self) -> None:
-        """Those that no question is about any more: a process may live through any number of them."""
-        self._settled = {each for each in self._settled if self.wants(each[1])}
-        self._given = {each for each in self._given if self._matters(*each)}
+        """Those that no question is about any more: a process may live through any number of them.
+
+        One that is under way to a process is not over, though a newer one may be wanted already.
+        """
+        self._given = {each for each in self._given if self._matters(*each) or each not in self._settled}
+        self._settled = {each for each in self._settled if self.wants(each[1]) or each in self._given}
         self._withdrawn = {each for each in self._withdrawn if self._matters(*each)}
 
     def _matters(self, process: Process, label: AdapterLabel) -> bool:

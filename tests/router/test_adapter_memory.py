@@ -103,6 +103,17 @@ def test_a_load_under_way_is_no_news() -> None:
     assert memory.is_over(A.label)
 
 
+def test_a_load_under_way_is_no_news_when_a_newer_one_has_overtaken_it() -> None:
+    memory = AdapterMemory()
+    memory.observe(told(p=(A,), d=(), again=()))
+    memory.give(D_AGAIN, A.label)
+    memory.observe(told(p=(A,), d=(NEWER,), again=()))
+    memory.observe(told(p=(NEWER,), d=(NEWER,), again=()))
+    memory.observe(told(p=(NEWER,), d=(NEWER,), again=(A,)))
+    assert memory.observe(told(p=(), d=(), again=(A,))) == {}, "it is being unloaded everywhere"
+    assert memory.labels == {}
+
+
 def test_what_was_given_comes_back_when_its_successor_is_taken_back() -> None:
     memory = AdapterMemory()
     memory.observe(told(p=(A,), d=()))
@@ -132,4 +143,4 @@ def test_loads_that_are_over_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
         memory.observe(told(p=(view("a", generation),), d=()))
         assert memory.observe(here) == {}, "it is settled as long as it is wanted"
         sizes.add((len(memory._settled), len(memory._given), len(memory._withdrawn)))
-    assert sizes <= {(1, n, n) for n in range(1, 5)}
+    assert sizes <= {(n, n, n) for n in range(1, 5)}
