@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 from pagewire.errors import InvalidArgument
 from pagewire.sampling import StructuredOutput
@@ -10,6 +11,9 @@ from pagewire.text.tokenizer import Tokenizer
 
 _INLINE_CHARS = 256
 _MAX_KEPT = 256
+
+if find_spec("llguidance") is None:  # said at the start, and not by the first request that needs it
+    raise ModuleNotFoundError("No module named 'llguidance'", name="llguidance")
 
 
 class ConstraintEncoder:

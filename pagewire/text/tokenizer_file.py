@@ -26,10 +26,15 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def load_backend(path: Path) -> BackendTokenizer:
-    """Raises whatever `tokenizers` does for a broken file: bare Exceptions."""
+    """Raises whatever `tokenizers` does for a broken file: bare Exceptions; a ValueError where it panics."""
     tokenizer = assembled(path) if path.stat().st_size >= _LARGE_BYTES else None
     if tokenizer is None:
-        tokenizer = BackendTokenizer.from_file(str(path))
+        try:
+            tokenizer = BackendTokenizer.from_file(str(path))
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise ValueError(str(error)) from error
     release_free_memory()  # what parsing needed: 200 MB for Gemma's
     return tokenizer
 
@@ -39,9 +44,11 @@ def assembled(path: Path) -> BackendTokenizer | None:
     collects = gc.isenabled()
     gc.disable()  # a million small lists and no cycle: a third of the time
     try:
-        return _assembled(json.loads(path.read_bytes()))
-    except Exception:  # whatever it is, the library may know it, or say what is wrong
-        return None
+        return _assembled(json.loads(path.read_text(encoding="utf-8")))
+    except BaseException as error:  # whatever it is, the library may know it, or say what is wrong
+        if isinstance(error, Exception) or _is_panic(error):
+            return None
+        raise
     finally:
         if collects:
             gc.enable()
@@ -51,9 +58,8 @@ def _assembled(content: dict[str, Any]) -> BackendTokenizer | None:
     model, added = content.pop("model"), content.pop("added_tokens", [])
     if model.pop("type", None) != "BPE":
         return None
-    merges = [tuple(each.split(" ") if isinstance(each, str) else each) for each in model.pop("merges")]
-    vocabulary = model.pop("vocab")
-    if model.keys() - _OPTIONS:
+    merges, vocabulary = _merges(model.pop("merges")), model.pop("vocab")
+    if merges is None or model.keys() - _OPTIONS:
         return None
     options = {name: value for name, value in model.items() if value is not None}
     tokenizer = BackendTokenizer(models.BPE(vocabulary, merges, **options))
@@ -63,3 +69,20 @@ def _assembled(content: dict[str, Any]) -> BackendTokenizer | None:
             setattr(tokenizer, name, step)
     tokenizer.add_tokens([AddedToken(each["content"], **{flag: each[flag] for flag in _FLAGS}) for each in added])
     return tokenizer if all(tokenizer.token_to_id(each["content"]) == each["id"] for each in added) else None
+
+
+def _merges(stored: list[Any]) -> list[tuple[str, str]] | None:
+    """All of them pairs, or all of them texts with a space. None for both, and where the library leaves some out."""
+    kinds = {type(each) for each in stored}
+    if kinds == {str}:
+        if any(each.startswith("#version") for each in stored):
+            return None
+        stored = [each.split(" ") for each in stored]
+    elif kinds - {list}:
+        return None
+    return [(left, right) for left, right in stored]
+
+
+def _is_panic(error: BaseException) -> bool:
+    """The library's own bug, or a file that it did not expect; its class has no module to import it from."""
+    return type(error).__name__ == "PanicException"

@@ -237,3 +237,9 @@ def test_what_a_router_does_not_import() -> None:
     program = "import router.main, sys; print(sorted({'numpy', 'llguidance', 'torch', 'uvicorn'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_what_is_imported_late_is_missed_at_the_start() -> None:
+    program = "import sys; sys.modules['llguidance'] = None; import router.main"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'llguidance'\n")

@@ -56,17 +56,43 @@ def test_others_are_left_to_the_library(tmp_path: Path, monkeypatch: pytest.Monk
     def unknown(content: dict[str, Any]) -> None:
         content["model"]["new_option"] = 1
 
+    def with_header(content: dict[str, Any]) -> None:
+        content["model"]["merges"] = ["t t", "#version t"]  # the library takes the first one alone
+
     words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    plain = Tokenizer(models.BPE({"t": 0, "tt": 1, "#version": 2, "#versiont": 3}, []))
     paths = [
         _saved(words, tmp_path / "words.json"),
         _saved(_with_added_tokens(), tmp_path / "moved.json", moved),
         _saved(byte_level(), tmp_path / "unknown.json", unknown),
+        _saved(plain, tmp_path / "header.json", with_header),
     ]
     for path in paths:
         assert tokenizer_file.assembled(path) is None
-        assert tokenizer_file.load_backend(path).to_str() == Tokenizer.from_file(str(path)).to_str()
+        found, wanted = tokenizer_file.load_backend(path), Tokenizer.from_file(str(path))
+        assert json.loads(found.to_str()) == json.loads(wanted.to_str())
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     with pytest.raises(Exception, match="EOF"):
         tokenizer_file.load_backend(broken)
     assert gc.isenabled()
+
+
+def test_what_the_library_refuses_is_refused_whatever_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(content: dict[str, Any]) -> None:
+        content["model"]["merges"][0] = " ".join(content["model"]["merges"][0])
+
+    def panics(content: dict[str, Any]) -> None:
+        content["model"] |= {"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}  # longer than its longest token
+
+    for number, change in enumerate((mixed, panics)):
+        path = _saved(byte_level(), tmp_path / f"{number}.json", change)
+        for least_size in (0, 4 << 20):
+            monkeypatch.setattr(tokenizer_file, "_LARGE_BYTES", least_size)
+            with pytest.raises(Exception, match=r"untagged enum MergeType|out of range"):
+                tokenizer_file.load_backend(path)
+    utf_16 = tmp_path / "utf-16.json"
+    utf_16.write_text(byte_level().to_str(), encoding="utf-16")
+    monkeypatch.setattr(tokenizer_file, "_LARGE_BYTES", 0)
+    with pytest.raises(Exception, match="UTF-8"):
+        tokenizer_file.load_backend(utf_16)
