@@ -99,6 +99,12 @@ class EngineLife:
         self.decoded_by = WORKER_NAME
         generation.on_finished(self._ended.set)
 
+    def start(self) -> None:
+        """Nothing yet: `run` adds it to the engine."""
+
+    async def stop(self) -> None:
+        """`run` leaves nothing behind."""
+
     async def run(self) -> None:
         """Returns when every choice is finished; raises PagewireError. Whatever happens, nothing keeps running."""
         call = self._call

@@ -60,12 +60,14 @@ class RouterMetrics:
         self.request_queue_time = histogram("vllm:request_queue_time_seconds", "Arrival to acceptance by a worker.")
         self.prefix_cache_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the index.")
         self.prefix_cache_hits = counter("vllm:prefix_cache_hits", "Prompt tokens that a worker had cached.")
-        self._request_success = Counter(
+        success = Counter(
             "vllm:request_success",
             "Requests that ended well, by finish reason.",
             (*LABELS, "finished_reason"),
             registry=registry,
         )
+        # Bound once: labels() takes several times as long as inc().
+        self._request_success = {reason: success.labels(model_name, reason) for reason in ("stop", "length", "abort")}
         self._request_failures = Counter(
             "pagewire:request_failures",
             "Requests that ended badly, by status code.",
@@ -93,12 +95,13 @@ class RouterMetrics:
         self.index_reads = gauge(
             "pagewire:index_worker_reads", "Workers read as a whole so far: when they came, or events were lost."
         )
-        self._hit_tokens = Counter(
+        hits = Counter(
             "pagewire:hit_tokens",
             "Prompt tokens that were not computed, by where their KV lay.",
             (*LABELS, "source"),
             registry=registry,
         )
+        self._hit_tokens = {source: hits.labels(model_name, source) for source in ("prefill_device", "decode_device")}
         self.expected_hits = counter(
             "pagewire:expected_hits", "Requests for which the index promised a hit on the device."
         )
@@ -130,11 +133,11 @@ class RouterMetrics:
 
     def hit_tokens(self, source: str, num_tokens: int) -> None:
         """Counts tokens whose KV lay on "prefill_device" or "decode_device"."""
-        self._hit_tokens.labels(self._model_name, source).inc(num_tokens)
+        self._hit_tokens[source].inc(num_tokens)
 
     def request_success(self, finished_reason: str) -> None:
         """Counts one request that ended with "stop", "length" or "abort"."""
-        self._request_success.labels(self._model_name, finished_reason).inc()
+        self._request_success[finished_reason].inc()
 
     def request_failure(self, code: str) -> None:
         """Counts one request that ended with the named status code."""

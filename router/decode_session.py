@@ -76,8 +76,8 @@ class DecodeSession:
         handle = self._next_handle
         self._next_handle = self._next_handle % 0xFFFFFFFF + 1
         num_finished = sum(choice.finished for choice in call.choices.values())
-        self._entries[handle] = _Entry(listener, call.sampling.n - num_finished)
         start = decode_pb2.SessionStart(handle=handle, decode=decode_request(call, source))
+        self._entries[handle] = _Entry(listener, call.sampling.n - num_finished)
         self._commands.put_nowait(decode_pb2.SessionRequest(start=start))
         return handle
 

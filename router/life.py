@@ -4,7 +4,7 @@ place ─► Prefill on P ──accepted(ticket)──► Session on D ──►
               └────────first tokens 0───────────────────────► Generation (orders by index, drops duplicates)
 
 P lost before its first tokens   another P, at last D alone          D lost   another D goes on after the outputs
-finished, cancelled, out of time, refused: P cancelled, D cancelled, ticket released (`_stop`)
+finished, cancelled, out of time, refused: P cancelled, D cancelled, ticket released (`stop`)
 """
 
 import asyncio
@@ -33,7 +33,10 @@ DEADLINE_MARGIN_SECONDS = 2.0
 
 
 class Life:
-    """`run` once. Times are the clock's, None until it happened; `deadline` is told to workers, not watched here."""
+    """`start`, then `run`, once. Times are the clock's, None until it happened.
+
+    `deadline` is told to workers, not watched here.
+    """
 
     def __init__(self, services: Services, call: WorkerCall, generation: Generation, deadline: float) -> None:
         self._services = services
@@ -42,7 +45,7 @@ class Life:
         self._generation = generation
         self._wake = asyncio.Event()
         self._failure: Failure | None = None
-        self._bug: Exception | None = None
+        self._error: Exception | None = None
         self._avoid_prefill: set[tuple[str, int]] = set()
         self._avoid_decode: set[tuple[str, int]] = set()
         self.num_failed_prefills = 0
@@ -65,23 +68,28 @@ class Life:
         self.placement: Placement | None = None  # the newest
         generation.on_finished(self._wake.set)
 
+    def start(self) -> None:
+        """Sends it to its workers: `run`, in a task of its own, would wait for a turn. What fails, `run` raises."""
+        try:
+            self._start(self._services.place(self._demand()))
+        except NoWorker as error:
+            self._end(Unavailable(error.message))
+        except Exception as error:
+            self._end(error)
+
     async def run(self) -> None:
         """Returns when every choice is finished; raises PagewireError. Whatever happens, nothing keeps running."""
         try:
-            try:
-                self._start(self._services.place(self._demand()))
-            except NoWorker as error:
-                raise Unavailable(error.message) from None
             while not self._generation.is_finished:
                 await self._wake.wait()
                 self._wake.clear()
-                if self._bug is not None:
-                    raise self._bug
+                if self._error is not None:
+                    raise self._error
                 failure, self._failure = self._failure, None
                 if failure is not None and not self._generation.is_finished:
                     await self._recover(failure)
         finally:
-            await self._stop()
+            await self.stop()
 
     def worker_gone(self, is_alive: Callable[[Worker], bool]) -> None:
         """The fleet lost workers: a silent one is given up as if its stream had broken."""
@@ -214,8 +222,11 @@ class Life:
             self._generation.accept(token)
         except Exception as bug:
             # It must end this request, not the session that it shares with others.
-            self._bug = bug
-            self._wake.set()
+            self._end(bug)
+
+    def _end(self, error: Exception) -> None:
+        self._error = error
+        self._wake.set()
 
     def _fail(self, failure: Failure) -> None:
         # Of two failures at once the prefill's counts: recovering from it restarts decode too.
@@ -296,7 +307,7 @@ class Life:
 
     # --- the way out ---
 
-    async def _stop(self) -> None:
+    async def stop(self) -> None:
         """Frees everything on both sides. Idempotent."""
         self._stop_decode()
         if self._prefill is not None:

@@ -29,8 +29,14 @@ class RequestLife(Protocol):
     prefilled_by: str
     decoded_by: str
 
+    def start(self) -> None:
+        """Sends it on its way, if that needs no waiting. What fails, `run` raises."""
+
     async def run(self) -> None:
         """Returns when every choice is finished; raises PagewireError."""
+
+    async def stop(self) -> None:
+        """Ends what `start` began, for a life whose `run` has not begun. Idempotent."""
 
     def worker_gone(self, is_alive: Callable[[Worker], bool]) -> None:
         """Workers were lost."""
@@ -76,8 +82,10 @@ class Lives:
             await asyncio.gather(self._watcher, return_exceptions=True)
 
     def begin(self, call: WorkerCall, generation: Generation, deadline: float) -> RequestLife:
-        """A life that does not run yet; the deadline is on the services' clock."""
-        return self._start_life(self._services, call, generation, deadline)
+        """A life on its way to its workers, to be followed by `live`; the deadline is on the services' clock."""
+        life = self._start_life(self._services, call, generation, deadline)
+        life.start()
+        return life
 
     async def live(self, life: RequestLife, generation: Generation, deadline: float) -> None:
         """To its end, or its deadline. In a task of its own a reader that is slow, or gone, does not hold it up."""

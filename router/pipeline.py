@@ -254,6 +254,7 @@ class Pipeline:
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+                await life.stop()  # a task that is cancelled before its first step does nothing
             elif not task.cancelled():
                 task.exception()  # has been looked at
             self._lives.count_faults(life)

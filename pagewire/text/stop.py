@@ -5,9 +5,9 @@ from copy import copy
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StopText:
-    """Text that may go out, and the stop string that ended it, if one did."""
+    """Text that may go out, and the stop string that ended it, if one did. Not frozen: it is made for every token."""
 
     text: str
     stop: str | None = None

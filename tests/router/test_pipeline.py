@@ -227,6 +227,17 @@ async def test_a_client_that_leaves_during_prefill_frees_both_sides(tmp_path: Pa
     assert released(prefill) == [True]
 
 
+async def test_a_client_that_leaves_at_once_frees_what_was_begun(tmp_path: Path) -> None:
+    """Its life was sent to the worker; the task that would see to its end never had a turn."""
+    decode = ScriptedDecode(script=Script(delay=0.02))
+    async with a_system(tmp_path, decodes=[decode]) as system:
+        stream = system.pipeline.generate(a_call(max_tokens=90))
+        assert isinstance(await anext(stream), Started)
+        await stream.aclose()
+        await eventually(lambda: decode.num_cancelled == 1)
+        assert decode.num_running == 0
+
+
 async def test_a_client_that_leaves_during_decode_frees_it(tmp_path: Path) -> None:
     decode = ScriptedDecode(script=Script(delay=0.02))
     async with a_system(tmp_path, prefills=[ScriptedPrefill()], decodes=[decode]) as system:
