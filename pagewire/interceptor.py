@@ -19,6 +19,7 @@ from pagewire.trace import new_error_id
 logger = logging.getLogger(__name__)
 
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
+_CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 
 # (full method name, status code name, seconds)
 RpcObserver = Callable[[str, str, float], None]
@@ -168,7 +169,7 @@ def _code_of(context: _Context) -> grpc.StatusCode | None:
     code: Any = context.code()
     if isinstance(code, grpc.StatusCode):
         return code
-    return None if code == 0 else next((known for known in grpc.StatusCode if known.value[0] == code), None)
+    return _CODES.get(code)
 
 
 def _raise(error: PagewireError) -> _Behaviour:

@@ -233,6 +233,7 @@ async def test_a_client_that_leaves_at_once_frees_what_was_begun(tmp_path: Path)
     async with a_system(tmp_path, decodes=[decode]) as system:
         stream = system.pipeline.generate(a_call(max_tokens=90))
         assert isinstance(await anext(stream), Started)
+        assert len(system.placer.demands) == 1, "placed before anything else had its turn"
         await stream.aclose()
         await eventually(lambda: decode.num_cancelled == 1)
         assert decode.num_running == 0
