@@ -233,10 +233,11 @@ def _outputs(chunks: Sequence[Chunk]) -> list[Output]:
     if not last.done or last.usage is None or last.timing is None:
         raise PagewireError("the stream ended before its last message", code=grpc.StatusCode.INTERNAL)
     for chunk in chunks:
+        if chunk.done:
+            continue
         if chunk.prompt_logprobs:
             entries = tuple(Logprobs(item.logprob, item.rank, item.top) for item in chunk.prompt_logprobs)
             prompt.append(PromptLogprobs(chunk.prompt_logprobs_start, chunk.prompt_token_ids, entries))
-        if not chunk.has_output:
             continue
         piece = Piece(
             chunk.choice,

@@ -42,11 +42,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one choice's output (`has_output`), the request's last message (`done`), or both.
+    """A piece of one choice's output, or the request's last message (`done`), which alone has usage and timing.
 
-    The last message alone has usage and timing. `index` is the output position of token_ids[0]; `finish_reason`
-    ("stop", "length", "abort") is set on the choice's last piece. `prompt_logprobs` come in chunks of their own, of the
-    prompt's tokens (`prompt_token_ids`) from `prompt_logprobs_start` on.
+    `index` is the output position of token_ids[0]; `finish_reason` ("stop", "length", "abort") is set on the choice's
+    last piece. `prompt_logprobs` come in chunks of their own, of the prompt's tokens (`prompt_token_ids`) from
+    `prompt_logprobs_start` on.
     """
 
     request_id: str = ""
@@ -67,11 +67,6 @@ class Chunk:
     prompt_logprobs_start: int = 0
     beam_score: float | None = None
     prompt_token_ids: tuple[int, ...] = ()
-
-    @property
-    def has_output(self) -> bool:
-        """It brings something of a choice, if only its end."""
-        return bool(self.token_ids or self.text or self.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +168,10 @@ class CompletionBuilder:
         """Takes the next chunk."""
         if chunk.done:
             self._last = chunk
+        if chunk.done and not (chunk.text or chunk.token_ids or chunk.finish_reason):
+            return
         if chunk.prompt_logprobs:
             self._prompt_logprobs.extend(chunk.prompt_logprobs)
-        if not chunk.has_output:
             return
         choice = self._choices.setdefault(chunk.choice, _GrowingChoice())
         choice.text.append(chunk.text)

@@ -41,38 +41,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        call = _call(request, context)
-        started = Started("", 0)
-        num_open_choices = call.sampling.n
+        started: Started | None = None
         is_first = True
-        last: inference_pb2.GenerateResponse | None = None  # the last choice's last piece: the summary goes with it
-        async with aclosing(self._pipeline.generate(call, seconds_left=context.time_remaining())) as outputs:
-            try:
-                async for output in outputs:
-                    if isinstance(output, Piece):
-                        response = _piece(output)
-                        num_open_choices -= output.finish_reason is not None
-                    elif isinstance(output, Started):
-                        started = output
-                        continue
-                    elif isinstance(output, Summary):
-                        response, last = last or inference_pb2.GenerateResponse(), None
-                        _sum_up(response, output)
-                        response.seed = started.seed
-                    else:
-                        response = _prompt_logprobs(output)
+        seconds_left: float | None = context.time_remaining()
+        async with aclosing(self._pipeline.generate(_call(request, context), seconds_left=seconds_left)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Started):
+                    started = output
+                    continue
+                response = _response(output)
+                if started is not None:
                     response.request_id = started.request_id
-                    if is_first:
+                    if is_first or response.done:
                         response.seed = started.seed
-                        is_first = False
-                    if num_open_choices or response.done:
-                        yield response
-                    else:
-                        last = response
-            except Exception:
-                if last is not None:
-                    yield last
-                raise
+                is_first = False
+                yield response
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -184,6 +167,12 @@ def _beam_search(request: inference_pb2.GenerateRequest) -> BeamSearch | None:
     return BeamSearch(asked.num_beams, asked.length_penalty if asked.HasField("length_penalty") else 1.0, stop)
 
 
+def _response(output: PromptLogprobs | Piece | Summary) -> inference_pb2.GenerateResponse:
+    if isinstance(output, Piece):
+        return _piece(output)
+    return _summary(output) if isinstance(output, Summary) else _prompt_logprobs(output)
+
+
 def _prompt_logprobs(found: PromptLogprobs) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         prompt_logprobs=[logprobs_to_proto(entry) for entry in found.entries],
@@ -193,11 +182,10 @@ def _prompt_logprobs(found: PromptLogprobs) -> inference_pb2.GenerateResponse:
 
 
 def _piece(piece: Piece) -> inference_pb2.GenerateResponse:
-    """One for each token and stream: field by field, which takes two thirds of the constructor's time, and what a piece
-    rarely has only if it has it."""
-    response = inference_pb2.GenerateResponse()
-    response.choice, response.index, response.text = piece.choice, piece.index, piece.text
-    response.token_ids.extend(piece.token_ids)
+    """One for each token and stream: what a piece rarely has is set only if it has it."""
+    response = inference_pb2.GenerateResponse(
+        choice=piece.choice, index=piece.index, text=piece.text, token_ids=piece.token_ids
+    )
     if piece.logprobs:
         response.logprobs.extend(map(logprobs_to_proto, piece.logprobs))
     if piece.finish_reason is not None:
@@ -208,13 +196,15 @@ def _piece(piece: Piece) -> inference_pb2.GenerateResponse:
     return response
 
 
-def _sum_up(response: inference_pb2.GenerateResponse, summary: Summary) -> None:
-    """Makes it the request's last message."""
-    usage, timing = response.usage, response.timing
-    usage.prompt_tokens = summary.prompt_tokens
-    usage.completion_tokens = summary.completion_tokens
-    usage.cached_tokens = summary.cached_tokens
-    timing.queue_ms, timing.ttft_ms, timing.total_ms = summary.queue_ms, summary.ttft_ms, summary.total_ms
-    response.prefill_worker = summary.prefill_worker
-    response.decode_worker = summary.decode_worker
-    response.done = True
+def _summary(summary: Summary) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        usage=inference_pb2.Usage(
+            prompt_tokens=summary.prompt_tokens,
+            completion_tokens=summary.completion_tokens,
+            cached_tokens=summary.cached_tokens,
+        ),
+        timing=inference_pb2.Timing(queue_ms=summary.queue_ms, ttft_ms=summary.ttft_ms, total_ms=summary.total_ms),
+        prefill_worker=summary.prefill_worker,
+        decode_worker=summary.decode_worker,
+        done=True,
+    )

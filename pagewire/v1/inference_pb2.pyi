@@ -369,7 +369,7 @@ Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A piece of one choice's output, the request's last message, or both. Author: the router."""
+    """A piece of one choice's output, or the request's last message. Author: the router."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -68,7 +68,7 @@ async def stream(
             result.prefill_worker, result.decode_worker = chunk.prefill_worker, chunk.decode_worker
             assert chunk.usage is not None
             result.num_cached_tokens = chunk.usage.cached_tokens
-        if not chunk.has_output:
+        if not (chunk.token_ids or chunk.text or chunk.finish_reason):
             continue
         assert chunk.index == len(result.outputs[chunk.choice]), "a gap or a repetition"
         result.outputs[chunk.choice] += chunk.token_ids

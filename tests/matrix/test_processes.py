@@ -130,10 +130,10 @@ async def _generate(client: AsyncClient, feature: Feature) -> tuple[Result, Chun
     async for chunk in _chunks(client, feature):
         if chunk.done:
             last = chunk
+            continue
         if chunk.prompt_logprobs:
             assert chunk.prompt_logprobs_start == len(result.prompt_logprobs) + 1
             result.prompt_logprobs += map(_plain, chunk.prompt_logprobs)
-        if not chunk.has_output:
             continue
         output = result.choice(chunk.choice)
         assert chunk.index == len(output.token_ids) or not chunk.token_ids

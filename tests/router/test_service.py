@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ import router.prompt
 from kvstore.hashing import block_keys
 from kvstore.redis_keys import index_keys
 from pagewire import rpc
-from pagewire.errors import Unavailable, from_rpc_error
+from pagewire.errors import from_rpc_error
 from pagewire.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from router.backend import Output
-from router.request import Summary
 from router.service import InferenceServicer
 from tests.router.scripted_workers import Script, ScriptedDecode, ScriptedPrefill
 from tests.router.system import PROMPT, System, a_system, eventually, wanted
@@ -75,59 +73,25 @@ async def test_generate_field_by_field(tmp_path: Path) -> None:
         request = tokens(request_id="mine")
         request.sampling.seed = 2**64 - 1
         request.sampling.logprobs = 0
-        first, *middle, last = pieces = await generate(stub, request)
+        first, *middle, last = await generate(stub, request)
         text = system.pipeline.model.tokenizer.decode(wanted(4))
+    pieces = [first, *middle]
     assert [token_id for piece in pieces for token_id in piece.token_ids] == wanted(4)
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.index for piece in pieces] == sorted({piece.index for piece in pieces})
     assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
-    assert last.finish_reason == types_pb2.FINISH_REASON_LENGTH
+    assert pieces[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH
     assert not any(piece.finish_reason or piece.done for piece in pieces[:-1])
     assert (first.seed, last.seed) == (2**64 - 1, 2**64 - 1)
     assert not any(piece.seed for piece in middle)
-    assert len({piece.request_id for piece in pieces}) == 1
+    assert len({piece.request_id for piece in [*pieces, last]}) == 1
     assert len(first.request_id) == 32
     assert last.done
-    assert last.token_ids, "the last piece and the summary are one message"
+    assert not last.token_ids
     usage = inference_pb2.Usage(prompt_tokens=6, completion_tokens=4, cached_tokens=4)
     assert last.usage == usage
     assert 0 < last.timing.ttft_ms <= last.timing.total_ms
     assert (last.prefill_worker, last.decode_worker) == ("p0", "d0")
-
-
-async def test_one_token_is_one_message_and_the_last_of_several_choices_has_the_summary(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (_, stub, _):
-        request = tokens(sampling=types_pb2.SamplingParams(max_tokens=1))
-        (only,) = await generate(stub, request)
-        assert (only.done, list(only.token_ids), only.usage.completion_tokens) == (True, wanted(1), 1)
-        request = tokens(sampling=types_pb2.SamplingParams(max_tokens=4, n=3))
-        messages = await generate(stub, request)
-    assert [message.done for message in messages] == [False] * (len(messages) - 1) + [True]
-    assert sorted(message.choice for message in messages if message.finish_reason) == [0, 1, 2]
-    assert messages[-1].finish_reason
-
-
-async def test_the_last_piece_goes_out_though_the_request_fails_after_it(tmp_path: Path) -> None:
-    """It waits for the summary, which may not come: a worker took the prompt's log-probabilities with it."""
-    async with serving(tmp_path) as (system, stub, _):
-        whole = system.pipeline.generate
-
-        async def without_summary(*arguments: Any, **options: Any) -> AsyncIterator[Output]:
-            async for output in whole(*arguments, **options):
-                if isinstance(output, Summary):
-                    raise Unavailable("lost")
-                yield output
-
-        system.pipeline.generate = without_summary  # type: ignore[assignment,method-assign]
-        messages = []
-        call = stub.Generate(tokens())
-        with suppress(grpc.aio.AioRpcError):
-            async for message in call:
-                messages.append(message)
-        assert await call.code() is grpc.StatusCode.UNAVAILABLE
-    assert [token_id for message in messages for token_id in message.token_ids] == wanted(4)
-    assert messages[-1].finish_reason
-    assert not messages[-1].done
 
 
 async def test_three_forms_of_a_prompt(tmp_path: Path) -> None:
