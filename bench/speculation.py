@@ -7,7 +7,10 @@ int8 weights). Texts: one that repeats itself, code, prose that does not; number
 by others each time; an output that a JSON schema binds.
 
 `ratio` is the median over pairs of the same text. `cost` is the time of a token of the draft model alone, relative to
-the model's; `allowed` is what acceptance and cost allow: tokens a step / (1 + drafts a step * cost).
+the model's; `allowed` is what acceptance and cost allow by the standard formula, tokens a step / (1 + drafts a step *
+cost), for which a step that checks drafts takes no longer than another. `check` is what a draft's row in a step takes
+by the clock (steps of prompt lookup with all drafts against plain ones), and `allowed_checked` the formula with cost +
+check. `kept` is the median over pairs of ratio / allowed. Acceptance and tokens a step are those of all pairs.
 """
 
 import argparse
@@ -66,33 +69,75 @@ class Point:
     tokens_per_step: float
     cost: float
     allowed: float
+    check: float
+    allowed_checked: float
+    kept: float
     hardware: str
     cpus: str
     load: str
     numerics_class: str
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The tokens of a request and, of each step after its first token, (seconds, drafted, accepted)."""
+
+    tokens: list[int]
+    steps: list[tuple[float, int, int]]
+
+    @property
+    def rate(self) -> float:
+        """Decode tokens a second after the first one."""
+        return (len(self.tokens) - 1) / sum(seconds for seconds, _, _ in self.steps)
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(drafted for _, drafted, _ in self.steps)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(accepted for _, _, accepted in self.steps)
+
+
+def allowed(runs: list[Run], cost: float) -> float:
+    """What acceptance and a draft's cost allow."""
+    num_steps = sum(len(each.steps) for each in runs)
+    num_tokens = sum(len(each.tokens) - 1 for each in runs)
+    return num_tokens / (num_steps + cost * sum(each.num_drafted for each in runs))
+
+
 def run(
     engine: Engine, prompt: list[int], num_tokens: int, clock: Clock, structure: StructuredOutput | None = None
-) -> tuple[float, list[int], list[tuple[int, int]], int]:
-    """Decode tokens a second after the first token; the tokens; (drafted, accepted) of each draft; steps."""
+) -> Run:
     params = SamplingParams(
         temperature=0.0, max_tokens=num_tokens, ignore_eos=structure is None, seed=1, structured_output=structure
     )
     engine.add(EngineRequest("r", tuple(prompt), params))
     tokens: list[int] = []
-    drafts: list[tuple[int, int]] = []
-    began, num_steps = 0.0, 0
+    steps: list[tuple[float, int, int]] = []
+    ended = clock()
     while engine.has_work:
-        output = engine.step()
+        output, began = engine.step(), ended
+        ended = clock()
         if tokens:
-            num_steps += 1
-        elif output.tokens:
-            began = clock()
+            drafted, accepted = output.drafts[0] if output.drafts else (0, 0)  # there is one sequence
+            steps.append((ended - began, drafted, accepted))
         tokens += [token.token_id for token in output.tokens]
-        drafts += output.drafts
     engine.kv_cache.take_events()
-    return (len(tokens) - 1) / (clock() - began), tokens, drafts, num_steps
+    return Run(tokens, steps)
+
+
+def check_of(base: EngineOptions, plain: Engine, prompt: list[int], num_drafts: int, clock: Clock, pairs: int) -> float:
+    """What a draft's row takes in a step, in plain steps: prompt lookup's drafts cost nothing else."""
+    lookup = {"method": "ngram", "num_speculative_tokens": num_drafts, "least_acceptance": 0, "prompt_lookup_min": 1}
+    found = []
+    with running(base, speculative_config=json.dumps(lookup)) as checking:
+        for _ in range(pairs):
+            usual = statistics.median(seconds for seconds, _, _ in run(plain, prompt, 64, clock).steps)
+            steps = run(checking, prompt, 64, clock).steps
+            full = statistics.median(seconds for seconds, drafted, _ in steps if drafted == num_drafts)
+            found.append((full / usual - 1) / num_drafts)
+    return statistics.median(found)
 
 
 def skip_layers(model: Path, out: Path) -> Path:
@@ -170,19 +215,23 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     prompts = {name: tokenizer.encode(text).ids for name, text in TEXTS.items() if name in options.texts}
     usual = tokenizer.encode(TEXTS["prose"]).ids
+    repeated = tokenizer.encode(TEXTS["repeats"]).ids
     with TemporaryDirectory(prefix="speculation-") as scratch, running(base) as plain:
+        check = check_of(base, plain, repeated, options.drafts, clock, options.pairs)
         for method in options.methods:
             config = config_of(method, options.model, Path(scratch), options.drafts)
             cost = 0.0
             if "model" in config:
                 draft = {"model": str(config["model"]), "quantization": str(config["quantization"])}
                 with running(base, **draft) as alone:
-                    cost = statistics.median(
-                        run(plain, usual, 32, clock)[0] / run(alone, usual, 32, clock)[0] for _ in range(options.pairs)
-                    )
+                    rates = [
+                        (run(plain, usual, 32, clock).rate, run(alone, usual, 32, clock).rate)
+                        for _ in range(options.pairs)
+                    ]
+                    cost = statistics.median(slow / fast for slow, fast in rates)
             with running(base, speculative_config=json.dumps(config)) as speculative:
                 for name, prompt in prompts.items():
-                    point = measure(method, name, prompt, plain, speculative, cost, options)
+                    point = measure(method, name, prompt, plain, speculative, (cost, check), options)
                     if options.out:
                         append(point, options.out)
 
@@ -191,7 +240,7 @@ def append(point: Point, path: Path) -> None:
     """As a row of the CSV; what was measured before stays, also in another run."""
     is_new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         if is_new:
             writer.writerow([field.name for field in fields(Point)])
         writer.writerow(astuple(point))
@@ -203,35 +252,37 @@ def measure(
     prompt: list[int],
     plain: Engine,
     speculative: Engine,
-    cost: float,
+    costs: tuple[float, float],
     options: argparse.Namespace,
 ) -> Point:
-    rates: list[tuple[float, float]] = []
+    """`costs` are a draft's and its row's."""
+    cost, check = costs
+    pairs: list[tuple[Run, Run]] = []
     clock = CLOCKS[options.clock]
-    drafts: list[tuple[int, int]] = []
-    num_steps, expected = 1, list[int]()
     for _ in range(options.pairs):
-        slow, expected, _, _ = run(plain, prompt, options.tokens, clock, STRUCTURES.get(name))
-        fast, tokens, drafts, num_steps = run(speculative, prompt, options.tokens, clock, STRUCTURES.get(name))
-        if tokens != expected:
+        slow = run(plain, prompt, options.tokens, clock, STRUCTURES.get(name))
+        fast = run(speculative, prompt, options.tokens, clock, STRUCTURES.get(name))
+        if fast.tokens != slow.tokens:
             sys.exit(f"{method}, {name}: speculation changed a token")
-        rates.append((slow, fast))
-    num_drafted = sum(count for count, _ in drafts)
-    tokens_per_step = (len(expected) - 1) / num_steps
+        pairs.append((slow, fast))
+    runs = [fast for _, fast in pairs]
     machine = describe()
     point = Point(
         method,
         name,
-        len(expected),
+        len(runs[0].tokens),
         options.clock,
         options.threads,
-        statistics.median(slow for slow, _ in rates),
-        statistics.median(fast for _, fast in rates),
-        statistics.median(fast / slow for slow, fast in rates),
-        sum(accepted for _, accepted in drafts) / max(1, num_drafted),
-        tokens_per_step,
+        statistics.median(slow.rate for slow, _ in pairs),
+        statistics.median(fast.rate for _, fast in pairs),
+        statistics.median(fast.rate / slow.rate for slow, fast in pairs),
+        sum(each.num_accepted for each in runs) / max(1, sum(each.num_drafted for each in runs)),
+        allowed(runs, 0.0),
         cost,
-        tokens_per_step / (1 + num_drafted / num_steps * cost),
+        allowed(runs, cost),
+        check,
+        allowed(runs, cost + check),
+        statistics.median(fast.rate / slow.rate / allowed([fast], cost) for slow, fast in pairs),
         machine["hardware"],
         machine["cpus"],
         machine["load"],
@@ -239,7 +290,8 @@ def measure(
     )
     print(
         f"{method:6s} {name:8s} {point.plain_tokens_per_second:6.1f} -> {point.speculative_tokens_per_second:6.1f} "
-        f"tokens/s, ratio {point.ratio:4.2f} of {point.allowed:4.2f}, cost {point.cost:4.2f}, "
+        f"tokens/s, ratio {point.ratio:4.2f} of {point.allowed:4.2f} ({point.allowed_checked:4.2f} checked): "
+        f"{point.kept:4.2f} kept, cost {point.cost:4.2f} and {point.check:.3f}, "
         f"{point.acceptance:4.0%} accepted, {point.tokens_per_step:.2f} tokens a step",
         flush=True,
     )

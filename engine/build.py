@@ -99,7 +99,7 @@ def _build_parts(
     from engine.loading import load_served_model
     from engine.runner import ModelRunner, set_cpu_threads
     from engine.sampler_choice import sampler_for
-    from engine.step_replay import replaying
+    from engine.step_replay import most_rows, replaying
 
     quantization = None if options.quantization == "none" else options.quantization
     num_here = 1 if ranks is None else ranks.machines.num_here
@@ -179,7 +179,7 @@ def _build_parts(
         runner = build_device_runner(options, model, memory, limits)
     else:
         sampler = sampler_for(kernels, config.vocab_size)
-        forward = None if options.enforce_eager else replaying(model, limits)
+        forward = None if options.enforce_eager else replaying(model, most_rows(limits))
         runner = ModelRunner(config, model, memory, sampler, slots, forward=forward)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
     scheduler = Scheduler(limits, kv_cache, speculator, tiers)

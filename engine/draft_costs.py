@@ -60,13 +60,17 @@ class DraftCosts:
         self._expected_made = made
         self._served = ForwardTimes()
         self._draft = ForwardTimes()
+        self._has_drafted = False
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
         """A step of the served model in which everybody decoded."""
         self._served.observe(num_rows, seconds)
 
     def observe_drafting(self, num_forwards: int, num_rows: int, seconds: float) -> None:
-        """The draft model's forwards of one step."""
+        """The draft model's forwards of one step; the first ones say nothing, since they make the record of a step."""
+        if not self._has_drafted:
+            self._has_drafted = True
+            return
         self._draft.observe(num_rows / num_forwards, seconds / num_forwards)
 
     def to_check(self, num_running: int) -> float:

@@ -14,19 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.draft_costs import DraftCosts
-from engine.draft_trial import DraftTrial
+from engine.draft_trial import DraftTrial, speed_up
 from engine.sequence import Sequence
 from pagewire.speculative import SpeculativeConfig
 
 MADE = 0
 """The kind of drafts that a draft model makes. Kinds come true more or less often; a proposer numbers its own."""
 
-_HOPE = 0.6  # share of a kind's drafts that come true, before any was seen
-_HOPE_WEIGHT, _USUAL_WEIGHT = 1.0, 2.0
-_KEPT, _USUAL_KEPT = 0.7, 0.95
+_HOPE, _HOPE_OF_A_MODEL = 0.6, 0.8  # share of a kind's drafts that come true, before any was seen
+_HOPE_WEIGHT, _USUAL_KEPT = 1.0, 0.95
+_USUAL_WEIGHT, _KEPT = 2.0, 0.7
+_USUAL_WEIGHT_OF_A_MODEL, _KEPT_OF_A_MODEL = 4.0, 0.85  # one wrong draft says less of a model than of a match
 _FIRST_SLOTS = 256
-_PROBING = 0.015  # share of all steps that goes into trying again what did not pay
+_PROBING = 0.01  # share of all steps, and of each sequence's, that goes into trying again what did not pay
 _FIRST_CREDIT, _MOST_CREDIT = 2.0, 50.0  # steps
+_FIRST_PAUSE = 4  # steps
+_PART = 0.7  # of what a sequence may lose that one step may: it should have a second chance
+_USUAL_OUTPUT = 256  # tokens; who has said more is expected to say as much again
+_SURE = 2.0  # what a draft model has to read first must save so many times its cost: the output may end, drafts err
 
 Allowance = Callable[[int, int], int]
 """(kind, tokens of text to catch up on first) -> most drafts of this kind that are worth their cost now."""
@@ -74,8 +79,12 @@ class Speculator:
     """Decides for whom drafting pays, asks the proposer, and learns from what was accepted.
 
     A draft that comes true with likelihood p and costs c (in steps of its sequence) pays if p > c; c is measured
-    (`costs`), p estimated for each sequence and kind, from what is usual on. Where it does not pay, the sequence pauses
-    and later risks one draft. All such risks together take no more than 1.5 % of the steps.
+    (`costs`), p estimated for each sequence and kind, from what is usual on. Of several, as many are made as give the
+    most tokens in a time. Where it does not pay, the sequence pauses and later risks one draft.
+
+    Estimates err, so what may be lost is bounded by what has happened: a sequence's drafts lose 1.2 steps on the whole
+    (`DraftTrial.can_lose`), its risks 1 % of its steps more, and all risks together take 1 % of all steps. What a draft
+    model has to read first is read where that is expected to pay twice over, or as such a risk.
     """
 
     def __init__(
@@ -103,7 +112,7 @@ class Speculator:
         record.num_steps += 1
 
         def allowance(kind: int, num_to_catch_up: int) -> int:
-            return min(most, self._num_worth(record, kind, num_to_catch_up, num_running))
+            return min(most, self._num_worth(sequence, kind, num_to_catch_up, num_running))
 
         return self._proposer.propose(sequence, allowance)
 
@@ -114,28 +123,49 @@ class Speculator:
         came_true = trial.is_paid and num_accepted == num_drafted
         if came_true:  # a risk that has paid is none: the next one follows at once
             self._credit += num_accepted
-        trial.learn(num_drafted, num_accepted)
+        trial.learn(num_drafted, num_accepted, record.cost)
         self._usual_trial(record.kind).learn(num_drafted, num_accepted)
-        is_measured = self.config.least_acceptance is None
-        # What is cheap is tried again soon: a text that begins to repeat itself should not wait.
-        pause = math.ceil(record.cost / _PROBING) if is_measured else self.config.pause_steps
         pays = came_true or trial.share >= record.cost
-        trial.judge(pays=pays, step=record.num_steps, pause=pause, doubles=not is_measured)
+        if self.config.least_acceptance is not None:
+            trial.judge(pays=pays, step=record.num_steps, pause=self.config.pause_steps)
+            return
+        if came_true:
+            trial.trust(record.cost)
+        pays = pays and trial.can_lose >= record.cost
+        # What is cheap is tried again soon: a text that begins to repeat itself should not wait.
+        longest = math.ceil(record.cost / _PROBING)
+        trial.judge(pays=pays, step=record.num_steps, pause=_FIRST_PAUSE, longest=longest)
 
-    def _num_worth(self, record: DraftRecord, kind: int, num_to_catch_up: int, num_running: int) -> int:
+    def _num_worth(self, sequence: Sequence, kind: int, num_to_catch_up: int, num_running: int) -> int:
+        record, most = record_of(sequence), self.config.num_speculative_tokens
         trial, least = self._trial(record, kind), self.config.least_acceptance
         record.kind, record.cost = kind, self._cost(kind, num_running) if least is None else least
-        if num_worth := trial.num_worth(record.cost, self.config.num_speculative_tokens):
-            return num_worth
+        if least is not None:
+            return trial.num_likely(least, most) or int(record.num_steps >= trial.resume_at)
+        num_best = trial.num_best(record.cost, most) if trial.can_lose >= record.cost else 0
+        price = self.costs.to_catch_up(num_to_catch_up, num_running)
+        if num_best and _saved(trial.share, record.cost, num_best, _num_to_come(sequence)) >= _SURE * price:
+            return min(num_best, max(1, int(_PART * trial.can_lose / max(record.cost, 1e-9))))
         if record.num_steps < trial.resume_at:
             return 0
-        if least is None and not trial.is_paid:
-            price = record.cost + self.costs.to_catch_up(num_to_catch_up, num_running)
-            if price > self._credit:
-                return 0
-            self._credit -= price
-            trial.is_paid = True  # it may take several steps to catch up
-        return 1
+        return int(trial.is_paid or self._risks(sequence, num_to_catch_up, num_running))
+
+    def _risks(self, sequence: Sequence, num_to_catch_up: int, num_running: int) -> bool:
+        """Pays for a draft that probably will not; all that was read for it may be of use later."""
+        record, most = record_of(sequence), self.config.num_speculative_tokens
+        trial = self._trial(record, record.kind)
+        price = record.cost + self.costs.to_catch_up(num_to_catch_up, num_running)
+        # The prompt is read once, on all sequences' account: this one's might never suffice for that.
+        num_own = min(num_to_catch_up, sequence.num_output_tokens)
+        own = self.costs.to_catch_up(num_own, num_running)
+        if price > self._credit or record.cost + own > trial.can_lose + _PROBING * record.num_steps:
+            return False
+        if _saved(1.0, record.cost, most, _num_to_come(sequence)) < price:
+            return False
+        self._credit -= price
+        trial.gained -= own
+        trial.is_paid = True  # it may take several steps to catch up
+        return True
 
     def _cost(self, kind: int, num_running: int) -> float:
         check = self.costs.to_check(num_running)
@@ -145,13 +175,27 @@ class Speculator:
         trial = record.trials.get(kind)
         if trial is None:
             usual = self._usual_trial(kind).share
-            trial = record.trials[kind] = DraftTrial.begin(usual, _USUAL_WEIGHT, _KEPT)
+            weight, kept = (_USUAL_WEIGHT, _KEPT) if kind != MADE else (_USUAL_WEIGHT_OF_A_MODEL, _KEPT_OF_A_MODEL)
+            trial = record.trials[kind] = DraftTrial.begin(usual, weight, kept)
         return trial
 
     def _usual_trial(self, kind: int) -> DraftTrial:
         if kind not in self._usual:
-            self._usual[kind] = DraftTrial.begin(_HOPE, _HOPE_WEIGHT, _USUAL_KEPT)
+            hope = _HOPE_OF_A_MODEL if kind == MADE else _HOPE
+            self._usual[kind] = DraftTrial.begin(hope, _HOPE_WEIGHT, _USUAL_KEPT)
         return self._usual[kind]
+
+
+def _num_to_come(sequence: Sequence) -> float:
+    """Tokens that the sequence is expected to say yet."""
+    params, num_said = sequence.params, sequence.num_output_tokens
+    left = math.inf if params.max_tokens is None else params.max_tokens - num_said
+    return left if params.ignore_eos and left < math.inf else min(left, max(_USUAL_OUTPUT, num_said))
+
+
+def _saved(share: float, cost: float, num_drafts: int, num_tokens: float) -> float:
+    """Steps of as many tokens."""
+    return num_tokens * (1 - 1 / speed_up(share, cost, num_drafts))
 
 
 def record_of(sequence: Sequence) -> DraftRecord:

@@ -38,11 +38,16 @@ class RecordingKernels(Protocol):
     def plan_inputs(self, plan: Any) -> Sequence[Tensor]: ...
 
 
-def replaying(model: Model, limits: SchedulerConfig) -> Callable[..., Tensor] | None:
-    """`model.forward` by records where its kernels can make them; None where they can't."""
+def replaying(model: Model, max_rows: int) -> Callable[..., Tensor] | None:
+    """`model.forward` by records of steps of `max_rows` where its kernels can make them; None where they can't."""
     if not isinstance(model, Decoder) or not isinstance(model.kernels, RecordingKernels):
         return None
-    return StepReplay(model, min(limits.max_num_batched_tokens, max(MAX_ROWS, limits.max_num_seqs))).forward
+    return StepReplay(model, max_rows).forward
+
+
+def most_rows(limits: SchedulerConfig) -> int:
+    """Of a step of the served model that is worth a record."""
+    return min(limits.max_num_batched_tokens, max(MAX_ROWS, limits.max_num_seqs))
 
 
 class StepReplay:

@@ -18,6 +18,7 @@ from engine.memory import KV_FORMATS, KvLayout, KvMemory
 from engine.model_config import ModelConfig, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.registry import load_model
+from engine.step_replay import MAX_ROWS, replaying
 from engine.transformers_config import ServedConfig
 from engine.weights_digest import weights_digest
 from kvstore.tokenizer_digest import tokenizer_digest
@@ -31,18 +32,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft model that fits the served one. `cost`: bytes of weights that a token's forward reads, relative to it."""
+    """A draft model that fits the served one.
+
+    `cost`: bytes of weights that a token's forward reads, relative to it; `replays`: its steps run from a record where
+    they can.
+    """
 
     model: Decoder
     layout: KvLayout
     cost: float
+    replays: bool
 
     def start(
         self, num_blocks: int, generations: NDArray[np.uint64], config: SpeculativeConfig, target: ServedConfig
     ) -> Drafter:
         """With KV memory for each block of the pool, whose `generations` these are."""
+        forward = replaying(self.model, MAX_ROWS) if self.replays else None
         return Drafter(
-            DraftRunner(self.model, KvMemory(self.layout, num_blocks), target.eos_token_ids),
+            DraftRunner(self.model, KvMemory(self.layout, num_blocks), target.eos_token_ids, forward),
             DraftBook(self.layout.block_size, generations),
             max_position=self.model.config.max_position,
             max_catch_up_tokens=config.max_catch_up_tokens,
@@ -71,7 +78,7 @@ def load_draft(
     layout = KvLayout.of(config, options.block_size, kv_format=kv_format)
     cost = model.num_bytes_read / target.model.num_bytes_read
     logger.info("draft model %s: a token reads %.0f%% of the bytes that the served model's does", path, 100 * cost)
-    return LoadedDraft(model, layout, cost)
+    return LoadedDraft(model, layout, cost, replays=not options.enforce_eager)
 
 
 def _check_vocabulary(draft: ModelConfig, target: ServedConfig) -> None:

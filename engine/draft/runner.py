@@ -1,6 +1,6 @@
 """Executes the draft model: one forward over all sequences of a step, and a guess for each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -20,9 +20,19 @@ from pagewire.grammar import GrammarError
 class DraftRunner:
     """Draws as the served model's runner does, with the same parameters and noise: what is likely to be drawn there."""
 
-    def __init__(self, model: Decoder, memory: KvMemory, eos_token_ids: tuple[int, ...]) -> None:
-        """`memory` has as many blocks as the pool; `eos_token_ids` are the served model's."""
+    def __init__(
+        self,
+        model: Decoder,
+        memory: KvMemory,
+        eos_token_ids: tuple[int, ...],
+        forward: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        """`memory` has as many blocks as the pool; `eos_token_ids` are the served model's.
+
+        `forward` runs in place of the model's own.
+        """
         self._model = model
+        self._forward = model.forward if forward is None else forward
         self._memory = memory
         self._eos_token_ids = eos_token_ids
         self._sampler = sampler_for(model.kernels, model.config.vocab_size)
@@ -39,7 +49,7 @@ class DraftRunner:
         )
         input_ids = torch.tensor([token_id for chunk in chunks for token_id in chunk.token_ids], dtype=torch.int64)
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])
-        hidden = self._model.forward(input_ids, positions, batch, self._memory)
+        hidden = self._forward(input_ids, positions, batch, self._memory)
         last_rows = [end - 1 for end, chunk in zip(accumulate(query_lens), chunks, strict=True) if chunk.sample]
         if not last_rows:
             return [None] * len(chunks)

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from engine.draft_costs import DraftCosts, ForwardTimes
-from engine.draft_trial import DraftTrial
+from engine.draft_trial import STAKE, DraftTrial, speed_up
 
 
 def test_a_line_through_what_was_measured() -> None:
@@ -36,6 +36,7 @@ def test_a_draft_that_turns_out_dearer_than_its_bytes() -> None:
     costs = DraftCosts(made=0.2)
     assert (costs.to_check(1), costs.to_make(1), costs.to_catch_up(20, 1)) == (0.05, 0.2, pytest.approx(0.2))
     assert costs.to_check(64) > 0.5, "where many run, a row more is what a token costs"
+    costs.observe_drafting(1, 1, 90.0)  # the first one records its step
     for step in range(100):
         num_drafts = step % 5
         costs.observe_step(1 + num_drafts, 0.020 + 0.002 * num_drafts)
@@ -46,9 +47,38 @@ def test_a_draft_that_turns_out_dearer_than_its_bytes() -> None:
     assert costs.to_make(4) < costs.to_make(1), "one forward drafts for all"
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 0.97, 1.0])
+@pytest.mark.parametrize("cost", [0.0, 0.03, 0.3, 0.6, 0.95, 2.0])
+def test_as_many_drafts_as_give_the_most_tokens_in_a_time(share: float, cost: float) -> None:
+    trial = DraftTrial.begin(share, 1.0, 0.7)
+    rates = [speed_up(share, cost, num_drafts) for num_drafts in range(9)]
+    assert rates[trial.num_best(cost, 8)] == pytest.approx(max(rates))
+    assert trial.num_best(cost, 3) <= 3
+
+
+def test_the_standard_formula() -> None:
+    assert speed_up(0.8, 0.1, 0) == 1
+    assert speed_up(0.8, 0.1, 3) == pytest.approx((1 - 0.8**4) / (1 - 0.8) / 1.3)
+    assert speed_up(1.0, 0.5, 4) == pytest.approx(5 / 3)
+
+
+def test_what_was_gained_may_be_lost_again() -> None:
+    trial = DraftTrial.begin(0.6, 2, 0.7)
+    assert trial.can_lose == STAKE
+    trial.learn(2, 1, 0.5)
+    assert trial.can_lose == STAKE
+    trial.learn(4, 4, 0.5)
+    assert trial.can_lose == STAKE + 2
+    for _ in range(4):
+        trial.learn(2, 0, 0.5)
+    assert trial.can_lose == pytest.approx(STAKE - 2)
+    trial.trust(0.5)
+    assert trial.can_lose == pytest.approx(0.5)
+
+
 def test_few_trials_tell() -> None:
     trial = DraftTrial.begin(0.6, 2, 0.7)
-    assert [trial.num_worth(cost, 4) for cost in (0.0, 0.2, 0.5, 0.7)] == [4, 3, 1, 0]
+    assert [trial.num_likely(least, 4) for least in (0.0, 0.2, 0.5, 0.7)] == [4, 3, 1, 0]
     trial.learn(4, 0)
     assert trial.share < 0.4
     for _ in range(3):

@@ -80,7 +80,7 @@ def speculate(speculator: Speculator, seq: Sequence, num_steps: int, *, right: b
 
 def test_it_pauses_where_it_does_not_pay_and_longer_each_time() -> None:
     config = SpeculativeConfig(num_speculative_tokens=4, pause_steps=3, least_acceptance=0.25)
-    speculator, seq = Speculator(config, Guesses()), sequence([1])
+    speculator, seq = Speculator(config, Guesses(kind=2)), sequence([1])
     lengths = speculate(speculator, seq, 40, right=False)
     tries = [step for step, length in enumerate(lengths) if length]
     assert lengths[0] == 2, "0.6 ** 2 > 0.25"
@@ -112,14 +112,17 @@ def test_what_is_useless_takes_a_small_share_of_all_steps() -> None:
     for _ in range(100):
         num_drafts += sum(speculate(speculator, sequence([1]), 60, right=False))
         num_steps += 60
-    assert 20 < num_drafts * (0.5 + 0.05) < 0.015 * num_steps + 4
+    assert 20 < num_drafts * (0.5 + 0.05) < 0.01 * num_steps + 4
 
 
 def test_what_is_to_be_read_first_counts_as_cost() -> None:
-    """Half of a token's time for 200 tokens' reading, at a twentieth each: as much as five steps."""
+    """Half of a token's time for 200 tokens' reading, at a twentieth each: as much as five steps.
+
+    They pay if the first 256 drafts come true as often as hoped; then there are risks.
+    """
     speculator = Speculator(SpeculativeConfig(), Guesses(num_to_catch_up=200), cost=0.5)
     lengths = [sum(speculate(speculator, sequence([1]), 60, right=False)) for _ in range(30)]
-    assert lengths[0] == 1, "the first try"
+    assert 1 <= lengths[0] <= 2, "the first tries"
     assert 2 <= sum(lengths[1:]) <= 5
 
 

@@ -1,15 +1,18 @@
 """With a draft model, good or bad, every token and log-probability is that without it."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.engine import Engine
 from engine.request import EngineRequest
 from kernels import cpu
+from kernels.cpu.recording import RecordedStep
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams, StructuredOutput
 from tests.engine.model_harness import random_prompt
@@ -89,6 +92,26 @@ def test_tokens_and_logprobs_are_those_without_a_draft_model(model: Path, strang
     assert num_drafted > 100
     assert num_accepted < num_drafted / 10
     assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable())
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_its_steps_run_from_a_record(model: Path, monkeypatch: pytest.MonkeyPatch, quantization: str) -> None:
+    """To the same drafts; one record each serves the draft model and the served one, whatever runs."""
+    runs: Counter[int] = Counter()
+    run_recorded = RecordedStep.run
+
+    def counted(self: RecordedStep, *arguments: Any) -> torch.Tensor:
+        runs[id(self)] += 1
+        return run_recorded(self, *arguments)
+
+    monkeypatch.setattr(RecordedStep, "run", counted)
+    options = with_draft(options_of(model), model, quantization=quantization)
+    expected = run_all(options.model_copy(update={"enforce_eager": True}))[:3]
+    assert not runs
+    assert run_all(options)[:3] == expected
+    assert len(runs) == 2
+    assert min(runs.values()) > 20
 
 
 def test_the_draft_may_be_of_another_shape_dtype_and_quantization(model: Path, tiny_model: Callable[..., Path]) -> None:
