@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from engine.sequence import Schedule, Sequence
-from kernels.paged import PagedBatch
+from kernels.paged import PagedBatch, indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,9 @@ def build_batch(schedule: Schedule, block_size: int, drawn: Mapping[Sequence, in
         for own, skipped in zip(tables, firsts, strict=True)
     )
     return Batch(
-        input_ids=torch.tensor(input_ids, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
+        input_ids=indices(input_ids),
+        positions=indices(positions),
         paged=replace(first, others=tuple(others)) if others else first,
-        logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
+        logits_rows=indices(logits_rows),
         first_rows=tuple(first_rows),
     )
