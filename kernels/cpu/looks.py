@@ -69,7 +69,7 @@ class Looks:
     def __init__(self, looks: Sequence[Look]) -> None:
         self._table = np.empty(len(looks), dtype=LOOK)
         self._looks = looks
-        room = self._table.view(np.uint8)
+        room = self._table.view(np.uint8).data
         for i, look in enumerate(looks):
             asked = (look.row, look.num_top, look.token, look.temperature)
             key = (number & mask for number, mask in zip(look.key, _KEY_MASKS, strict=True))

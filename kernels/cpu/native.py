@@ -67,6 +67,7 @@ class NativeKernels:
         self.quantization = quantization
         self._ops = extension.module
         self._packed: dict[int, tuple[weakref.ref[Tensor], PackedWeight]] = {}
+        self._lengths: tuple[Sequence[int], Sequence[int], Tensor, Tensor] | None = None
         self._rope_rows: dict[tuple[int, float], tuple[weakref.ref[Tensor], RopeRows]] = {}
 
     def pack(
@@ -338,7 +339,11 @@ class NativeKernels:
 
     def plan_attention(self, batch: PagedBatch, *, group_size: int, window: int | None) -> NativePlan:
         """The plan of all layers with one window. A token sees the `window` latest positions, its own included."""
-        return NativePlan(batch.block_tables, indices(batch.cu_seqlens), indices(batch.kv_lens), group_size, window)
+        kept = self._lengths
+        if kept is None or kept[0] is not batch.cu_seqlens or kept[1] is not batch.kv_lens:
+            lengths = indices(batch.cu_seqlens), indices(batch.kv_lens)
+            self._lengths = kept = (batch.cu_seqlens, batch.kv_lens, *lengths)  # those of the other KV groups too
+        return NativePlan(batch.block_tables, kept[2], kept[3], group_size, window)
 
     def paged_attention(
         self,
