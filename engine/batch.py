@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from engine.sequence import Schedule, Sequence
-from kernels.paged import PagedBatch
+from kernels.paged import PagedBatch, indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +55,12 @@ def build_batch(schedule: Schedule, block_size: int, drawn: Mapping[Sequence, in
             firsts[group].append(released[group])
         if item.sample:
             logits_rows += range(len(input_ids) - 1 - len(item.draft_token_ids), len(input_ids))
-    first, *others = (
-        PagedBatch.build(query_lens, kv_lens, own, block_size, skipped)
-        for own, skipped in zip(tables, firsts, strict=True)
-    )
+    paged = PagedBatch.build(query_lens, kv_lens, tables[0], block_size, firsts[0])
+    others = tuple(paged.in_tables(own, skipped) for own, skipped in zip(tables[1:], firsts[1:], strict=True))
     return Batch(
-        input_ids=torch.tensor(input_ids, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        paged=replace(first, others=tuple(others)) if others else first,
-        logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
+        input_ids=indices(input_ids),
+        positions=indices(positions),
+        paged=replace(paged, others=others) if others else paged,
+        logits_rows=indices(logits_rows),
         first_rows=tuple(first_rows),
     )

@@ -109,7 +109,8 @@ class ModelRunner:
         if not batch.logits_rows.numel():
             return [[] for _ in schedule.items]
         sampling_rows = self._adapters([slots[row] for row in batch.logits_rows.tolist()] if slots else [])
-        head = HeadRows(self._model, hidden[logits_rows], sampling_rows)
+        all_sample = len(logits_rows) == len(hidden)  # in order
+        head = HeadRows(self._model, hidden if all_sample else hidden[logits_rows], sampling_rows)
         sampling = [item for item in schedule.items if item.sample]
         first_rows = [0, *accumulate(1 + len(item.draft_token_ids) for item in sampling)]
         rows = [

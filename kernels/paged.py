@@ -19,6 +19,11 @@ SPLIT_TOKENS = 256
 """KV tokens reduced at a time, counted from position 0; a multiple of it starts every split, in every path."""
 
 
+def indices(values: Sequence[int]) -> Tensor:
+    """An int64 tensor of them; made by numpy, which takes a third of torch.tensor's time for a few."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
 class StepBatch(Protocol):
     """The sequences of a step as a kernel set takes them: `PagedBatch`, or `kernels.triton.step_batch.DeviceBatch`."""
 
@@ -61,8 +66,7 @@ class PagedBatch:
         row behind the sequence's end (`kvstore.kv_groups.plan_groups`).
         """
         cu_seqlens = [0]
-        slots: list[int] = []
-        firsts = firsts or (0,) * len(block_tables)
+        offsets: list[int] = []
         for query_len, kv_len, table in zip(query_lens, kv_lens, block_tables, strict=True):
             if not 0 < query_len <= kv_len <= len(table) * block_size:
                 raise ValueError(
@@ -70,25 +74,33 @@ class PagedBatch:
                     f"of {block_size}"
                 )
             cu_seqlens.append(cu_seqlens[-1] + query_len)
-            slots += [
-                table[position // block_size] * block_size + position % block_size
-                for position in range(kv_len - query_len, kv_len)
-            ]
+            offsets += [position % block_size for position in range(kv_len - query_len, kv_len)]
+        lengths = (tuple(cu_seqlens), tuple(kv_lens))
+        return PagedBatch._of_tables(*lengths, block_tables, block_size, firsts, indices(offsets))
+
+    def in_tables(self, block_tables: Sequence[Sequence[int]], firsts: Sequence[int] = ()) -> "PagedBatch":
+        """The same tokens in the tables, as long as these, of another KV group; lengths and offsets are shared."""
+        return self._of_tables(self.cu_seqlens, self.kv_lens, block_tables, self.block_size, firsts, self.slot_offsets)
+
+    @staticmethod
+    def _of_tables(
+        cu_seqlens: tuple[int, ...],
+        kv_lens: tuple[int, ...],
+        block_tables: Sequence[Sequence[int]],
+        block_size: int,
+        firsts: Sequence[int],
+        slot_offsets: Tensor,
+    ) -> "PagedBatch":
+        slot_blocks: list[int] = []
+        for start, end, kv_len, table in zip(cu_seqlens, cu_seqlens[1:], kv_lens, block_tables, strict=False):
+            slot_blocks += [table[position // block_size] for position in range(kv_len - (end - start), kv_len)]
         width = max((len(table) for table in block_tables), default=0)
         tables = np.zeros((len(block_tables), width), dtype=np.int64)  # cheaper row by row than torch
-        for row, (table, first) in enumerate(zip(block_tables, firsts, strict=True)):
+        for row, (table, first) in enumerate(zip(block_tables, firsts or (0,) * len(block_tables), strict=True)):
             tables[row, first : len(table)] = table[first:]
             if first:
                 tables[row, :first] = tables[row, first]
-        slot_mapping = torch.tensor(slots, dtype=torch.int64)
-        return PagedBatch(
-            cu_seqlens=tuple(cu_seqlens),
-            kv_lens=tuple(kv_lens),
-            block_tables=torch.from_numpy(tables),
-            slot_blocks=slot_mapping // block_size,
-            slot_offsets=slot_mapping % block_size,
-            block_size=block_size,
-        )
+        return PagedBatch(cu_seqlens, kv_lens, torch.from_numpy(tables), indices(slot_blocks), slot_offsets, block_size)
 
     @property
     def num_tokens(self) -> int:

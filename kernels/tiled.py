@@ -49,7 +49,8 @@ def add_rms_norm(
 def rope_tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """(cos, sin) of position · inv_freq, times `scaling`. positions [T], inv_freq [D / 2] -> float32 [T, D / 2]."""
     angle = positions.float()[:, None] * inv_freq
-    return torch.cos(angle) * scaling, torch.sin(angle) * scaling
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -29,12 +29,13 @@ from kernels.cpu.packed import DTYPES, PackedWeight
 from kernels.cpu.packed_groups import NUMBERS, PackedGroups
 from kernels.cpu.packed_parts import PackedParts, pack_alike
 from kernels.cpu.recording import RecordedStep, record
+from kernels.cpu.rope_rows import RopeRows
 from kernels.cpu.spaced_rows import spaced_rows
 from kernels.grouped import GroupedMatrix
 from kernels.int8 import Quantization
 from kernels.kv_cells import Cells, KvFormat
 from kernels.lora import Lora, add_to_embedding
-from kernels.paged import AttentionPlan, PagedBatch
+from kernels.paged import AttentionPlan, PagedBatch, indices
 from kernels.products import Product, one_by_one
 from kernels.routing import Routed, RoutingRule
 
@@ -66,6 +67,8 @@ class NativeKernels:
         self.quantization = quantization
         self._ops = extension.module
         self._packed: dict[int, tuple[weakref.ref[Tensor], PackedWeight]] = {}
+        self._lengths: tuple[Sequence[int], Sequence[int], Tensor, Tensor] | None = None
+        self._rope_rows: dict[tuple[int, float], tuple[weakref.ref[Tensor], RopeRows]] = {}
 
     def pack(
         self, *weights: Tensor, biases: Sequence[Tensor] = (), gated: bool = False, out: Tensor | None = None
@@ -232,7 +235,12 @@ class NativeKernels:
 
     def rope_tables(self, positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """(cos, sin) of position · inv_freq, times `scaling`. positions [T], inv_freq [D / 2] -> float32 [T, D / 2]."""
-        return tiled.rope_tables(positions, inv_freq, scaling)
+        key = (id(inv_freq), scaling)
+        kept = self._rope_rows.get(key)
+        if kept is None or kept[0]() is not inv_freq:
+            forget = weakref.ref(inv_freq, lambda _: self._rope_rows.pop(key, None))
+            kept = self._rope_rows[key] = (forget, RopeRows(inv_freq.clone(), scaling))
+        return kept[1].of(positions)
 
     def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the pairs (x[i], x[i + D / 2]). x [T, H, D], cos and sin [T, D / 2] -> [T, H, D]."""
@@ -331,8 +339,11 @@ class NativeKernels:
 
     def plan_attention(self, batch: PagedBatch, *, group_size: int, window: int | None) -> NativePlan:
         """The plan of all layers with one window. A token sees the `window` latest positions, its own included."""
-        cu_seqlens, kv_lens = torch.tensor(batch.cu_seqlens), torch.tensor(batch.kv_lens, dtype=torch.int64)
-        return NativePlan(batch.block_tables, cu_seqlens, kv_lens, group_size, window)
+        kept = self._lengths
+        if kept is None or kept[0] is not batch.cu_seqlens or kept[1] is not batch.kv_lens:
+            lengths = indices(batch.cu_seqlens), indices(batch.kv_lens)
+            self._lengths = kept = (batch.cu_seqlens, batch.kv_lens, *lengths)  # those of the other KV groups too
+        return NativePlan(batch.block_tables, kept[2], kept[3], group_size, window)
 
     def paged_attention(
         self,

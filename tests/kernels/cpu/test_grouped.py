@@ -199,6 +199,17 @@ def test_every_number_is_exact(native: NativeKernels) -> None:
                 assert torch.equal(result, weight.dequantized().T[:rows])
 
 
+def test_subnormal_input_and_scales_count_for_nothing(native: NativeKernels, dtype: torch.dtype) -> None:
+    """As everywhere, and in any number of rows, although FP8's numbers may become subnormal ones on their way."""
+    largest = torch.full((40, 256), 448.0).to(torch.float8_e4m3fn)
+    for rows, tiny_scale in itertools.product((1, 2, 3, 4, 40), (False, True)):
+        scales = torch.full((40, 2), 1e-39 if tiny_scale else 1.0)
+        packed = pack(native, GroupedMatrix("fp8", largest, scales, 128), dtype=dtype)
+        x = torch.full((rows, 256), 1.0 if tiny_scale else 1e-39, dtype=dtype)
+        with case(rows, tiny_scale):
+            assert not native.logits(x, packed).any()
+
+
 def test_the_largest_sums_fit(native: NativeKernels, dtype: torch.dtype) -> None:
     """Every number and every x the largest of their kind: sums of a group's products stay within 32 bits."""
     largest = 2 - (2.0**-7 if dtype == torch.bfloat16 else 2.0**-14)  # in fixed point 32640, 32767

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kernels import reference
+from kernels import reference, tiled
 from kernels.cpu.native import NativeKernels
+from kernels.cpu.rope_rows import KEPT_POSITIONS, MOST_ROWS
 from tests.kernels.cpu.harness import UNIT, assert_same_bits, assert_within, case, make_cache, normal
 
 HEADS = [(4, 2, 64), (3, 1, 16), (2, 2, 80), (1, 1, 256), (14, 2, 6)]
@@ -13,6 +14,20 @@ HEADS = [(4, 2, 64), (3, 1, 16), (2, 2, 80), (1, 1, 256), (14, 2, 6)]
 def _tables(native: NativeKernels, num_tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     inv_freq = 1.0 / 10000 ** (torch.arange(0, head_dim, 2).float() / head_dim)
     return native.rope_tables(torch.arange(num_tokens) * 37, inv_freq, 1.1)
+
+
+def test_kept_rows_are_those_that_are_computed(native: NativeKernels) -> None:
+    """Alone and in company, before and behind where rows are kept, and of tables that have other frequencies."""
+    many = list(range(KEPT_POSITIONS - MOST_ROWS, KEPT_POSITIONS + 1))
+    for head_dim, scaling in ((256, 1.0), (80, 1.0), (80, 1.1)):
+        inv_freq = 1.0 / 10000 ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        for positions in ([0], [511], [512, 3, 700], [KEPT_POSITIONS - 1], [KEPT_POSITIONS], many[:-1], many, [2, 2]):
+            rows = torch.tensor(positions)
+            expected = tiled.rope_tables(rows, inv_freq, scaling)
+            with case(head_dim, scaling, positions[0], len(positions)):
+                for found, each in zip(native.rope_tables(rows, inv_freq, scaling), expected, strict=True):
+                    assert_same_bits(found, each)
+                    assert found.is_contiguous()
 
 
 def test_apply_rope(native: NativeKernels, dtype: torch.dtype) -> None:

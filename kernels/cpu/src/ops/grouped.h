@@ -9,8 +9,10 @@
 // A group is 32 or 64 deep or whole blocks, and scales lie [panel][group][32 rows].
 #pragma once
 
-// load<J>: number J of each word, times 1 / UNIT, exact in float32 and in bfloat16; of words that `open` has prepared.
+// load<J>: number J of each word, times 1 / UNIT, exact in float32 and in bfloat16; of words that `open` has prepared. SUBNORMAL:
+// the smallest numbers are right only where a SubnormalScope is open.
 struct Int4 {
+  static constexpr bool SUBNORMAL = false;
   typedef const char* Opened;
   static Opened open(const char* p) { return p; }
   static constexpr int PER_WORD = 8;
@@ -36,6 +38,7 @@ struct Int4 {
 };
 
 struct Int8 {
+  static constexpr bool SUBNORMAL = false;
   typedef const char* Opened;
   static Opened open(const char* p) { return p; }
   static constexpr int PER_WORD = 4;
@@ -50,9 +53,10 @@ struct Fp8 {
   static constexpr int PER_WORD = 4;
   static constexpr int64_t DEPTH = DEPTH_INT8;
   static constexpr float UNIT = 256.0f;
+#if defined(__AVX512F__)
   // Sign, exponent and fraction go where float16 has them, whose exponent counts from another zero. Its conversion is right for
   // the smallest numbers too, also where those of float32 are taken for zero.
-#if defined(__AVX512F__)
+  static constexpr bool SUBNORMAL = false;
   typedef const char* Opened;
   static Opened open(const char* p) { return p; }
   template <int J>
@@ -63,22 +67,21 @@ struct Fp8 {
     return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
   }
 #else
-  // As float16, those of one place side by side: the first and third, the second and fourth.
-  struct Opened {
+  // ... where float32 has them: the number times 2^-120, a subnormal one if it is one itself. Zen 3 converts half as many float16.
+  static constexpr bool SUBNORMAL = true;
+  struct Opened {  // in halves of words: the first and third number, the second and fourth
     __m256i even, odd;
   };
   INLINE Opened open(const char* p) {
-    const __m256i by_place = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
-                                              0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    __m256i bytes = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)p), by_place);
-    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    return {halves(_mm256_unpacklo_epi8(bytes, bytes)), halves(_mm256_unpackhi_epi8(bytes, bytes))};
+    const __m256i words = _mm256_loadu_si256((const __m256i*)p);
+    return {halves(_mm256_slli_epi16(words, 8)), halves(words)};
   }
-  INLINE __m256i halves(__m256i twice) { return _mm256_and_si256(_mm256_srai_epi16(twice, 1), _mm256_set1_epi16((short)0xbf80)); }
+  INLINE __m256i halves(__m256i upper) { return _mm256_and_si256(_mm256_srai_epi16(upper, 4), _mm256_set1_epi16((short)0x87f0)); }
   template <int J>
   INLINE vec load(const Opened& words) {
     const __m256i both = J % 2 ? words.odd : words.even;
-    return _mm256_cvtph_ps(J / 2 ? _mm256_extracti128_si256(both, 1) : _mm256_castsi256_si128(both));
+    const __m256i bits = J / 2 ? _mm256_and_si256(both, _mm256_set1_epi32(0xffff0000)) : _mm256_slli_epi32(both, 16);
+    return vmul(_mm256_castsi256_ps(bits), vset(0x1p112f));
   }
 #endif
   static float at(uint32_t word, int64_t j) {
@@ -86,6 +89,34 @@ struct Fp8 {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))) * UNIT;
   }
 };
+
+struct NoScope {
+  NoScope() {}  // no warning that it goes unused
+};
+
+#if !defined(__AVX512F__)
+// Subnormal operands count in here as they are; results that would be subnormal are zero as everywhere. What is computed in here
+// must be in a function that isn't inlined: the compiler doesn't know that its operations depend on this.
+struct SubnormalScope {
+  const unsigned mode;
+  SubnormalScope() : mode(_mm_getcsr()) { _mm_setcsr(mode & ~0x0040u); }
+  ~SubnormalScope() { _mm_setcsr(mode); }
+  SubnormalScope(const SubnormalScope&) = delete;
+  SubnormalScope& operator=(const SubnormalScope&) = delete;
+};
+
+// What an operand stands for everywhere else.
+INLINE vec without_subnormal(vec x) {
+  const __m256i bits = _mm256_castps_si256(x), exponent = _mm256_and_si256(bits, _mm256_set1_epi32(0x7f800000));
+  return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(exponent, _mm256_setzero_si256()), bits));
+}
+template <typename N>
+using NumbersScope = std::conditional_t<N::SUBNORMAL, SubnormalScope, NoScope>;
+#else
+INLINE vec without_subnormal(vec x) { return x; }
+template <typename N>
+using NumbersScope = NoScope;
+#endif
 
 // The numbers J and after of W words of a strip, into the tile order of T; the first of all is number k of its row.
 template <typename N, int J = 0>

@@ -11,7 +11,8 @@ constexpr int64_t AVX2_ROW_BLOCK = 192;          // rows of a task: of 512 KB of
 constexpr int64_t AVX2_PIECE_DEPTH = 256;        // of K: a strip is 8 or 16 of 32 KB of L1, 6 rows of x are 6
 constexpr int64_t KEPT_BYTES = 256 << 10;        // of x, widened once for all tasks of a thread
 
-template <typename T>
+// BLOCK: k of a block of the weight.
+template <typename T, int64_t BLOCK = DEPTH<T>>
 struct LinearPlan {
   int64_t num_panels, num_blocks, panels_per_task, blocks_per_piece, row_block, num_row_blocks, num_tasks;
   int64_t most_panels;  // of a task, with any number of threads
@@ -19,12 +20,12 @@ struct LinearPlan {
   LinearPlan(const LinearArgs& a, int64_t num_threads) {
     const int64_t columns = a.activation ? 2 * round_up(a.n_out, 16) : a.n_out;
     num_panels = round_up(columns, PANEL) / PANEL;
-    num_blocks = round_up(a.k, DEPTH<T>) / DEPTH<T>;
+    num_blocks = round_up(a.k, BLOCK) / BLOCK;
     const int64_t least = (a.m + AVX2_ROW_BLOCK - 1) / AVX2_ROW_BLOCK;
     row_block = smaller(a.m, round_up((a.m + least - 1) / least, VECTOR_ROWS));
     num_row_blocks = (a.m + row_block - 1) / row_block;
     const bool streamed = a.m <= STREAMED_ROWS;
-    blocks_per_piece = streamed ? num_blocks : equal_parts(num_blocks, AVX2_PIECE_DEPTH / DEPTH<T>);
+    blocks_per_piece = streamed ? num_blocks : equal_parts(num_blocks, AVX2_PIECE_DEPTH / BLOCK);
     most_panels = smaller(num_panels, streamed ? larger(1, STREAMED_CHUNK / (num_blocks * BLOCK_BYTES)) : MAX_CHUNK);
     const int64_t fair = num_panels * num_row_blocks / (num_threads * 4);  // tasks enough that no thread waits for long
     panels_per_task = larger(1, smaller(most_panels, fair));
@@ -32,7 +33,7 @@ struct LinearPlan {
   }
 
   // Of widened rows; no multiple of 1 KB, so that a few rows don't crowd into a few sets of L1.
-  int64_t wide_stride() const { return blocks_per_piece * DEPTH<T> + 16; }
+  int64_t wide_stride() const { return blocks_per_piece * BLOCK + 16; }
   int64_t num_pieces() const { return (num_blocks + blocks_per_piece - 1) / blocks_per_piece; }
   int64_t piece_bytes() const { return row_block * wide_stride() * (int64_t)sizeof(float); }
   bool keeps_rows() const { return num_row_blocks == 1 && num_pieces() * piece_bytes() <= KEPT_BYTES; }
@@ -45,11 +46,11 @@ struct LinearScope {
   const LinearArgs* kept_of = nullptr;
   int64_t num_kept = 0;  // pieces
 
-  template <typename T>
-  const float* widen(const LinearArgs& a, const LinearPlan<T>& plan, int64_t first_row, int64_t last_row, int64_t block,
+  template <typename T, int64_t BLOCK>
+  const float* widen(const LinearArgs& a, const LinearPlan<T, BLOCK>& plan, int64_t first_row, int64_t last_row, int64_t block,
                      float* to) {
     const int64_t stride = plan.wide_stride();
-    const int64_t begin = block * DEPTH<T>, depth = smaller(plan.blocks_per_piece, plan.num_blocks - block) * DEPTH<T>;
+    const int64_t begin = block * BLOCK, depth = smaller(plan.blocks_per_piece, plan.num_blocks - block) * BLOCK;
     if (plan.keeps_rows()) {
       const int64_t piece = block / plan.blocks_per_piece;
       to += piece * plan.row_block * stride;
@@ -88,33 +89,42 @@ INLINE void multiply_piece(const LinearArgs& a, const LinearPlan<T>& plan, int64
     }
 }
 
-// `scratch`: sums, then widened rows.
-template <typename T>
-void linear_task(const LinearArgs& a, const LinearPlan<T>& plan, int64_t task, float* scratch, LinearScope& scope) {
+// multiply(first row, last row, x, panel, block, next, place) for each piece of a task: x has the rows' piece, widened in `wide`,
+// `next` is the piece after it, sums wait `place` numbers behind the task's first.
+template <typename T, int64_t BLOCK, typename Multiply>
+INLINE void for_pieces(const LinearArgs& a, const LinearPlan<T, BLOCK>& plan, int64_t task, float* wide, LinearScope& scope,
+                       Multiply multiply) {
   const int64_t first_panel = task / plan.num_row_blocks * plan.panels_per_task;
   const int64_t last_panel = smaller(first_panel + plan.panels_per_task, plan.num_panels);
   const int64_t first_row = task % plan.num_row_blocks * plan.row_block;
   const int64_t last_row = smaller(first_row + plan.row_block, a.m);
   const int64_t step = plan.blocks_per_piece, panel_bytes = plan.num_blocks * BLOCK_BYTES;
-  float* wide = scratch + plan.sums_bytes() / sizeof(float);
   if (plan.keeps_rows()) {
     for (int64_t panel = first_panel; panel < last_panel; ++panel)
       for (int64_t block = 0; block < plan.num_blocks; block += step) {
-        const float* x = scope.widen<T>(a, plan, first_row, last_row, block, wide);
+        const float* x = scope.widen(a, plan, first_row, last_row, block, wide);
         const char* next = a.weight + panel * panel_bytes + smaller(block + step, plan.num_blocks) * BLOCK_BYTES;
-        multiply_piece(a, plan, first_row, last_row, x, panel, block, next, scratch);
+        multiply(first_row, last_row, x, panel, block, next, 0);
       }
     return;
   }
   for (int64_t block = 0; block < plan.num_blocks; block += step) {
-    const float* x = scope.widen<T>(a, plan, first_row, last_row, block, wide);
+    const float* x = scope.widen(a, plan, first_row, last_row, block, wide);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       const char* next = panel + 1 < last_panel ? a.weight + (panel + 1) * panel_bytes + block * BLOCK_BYTES
                                                 : a.weight + first_panel * panel_bytes + (block + step) * BLOCK_BYTES;
-      multiply_piece(a, plan, first_row, last_row, x, panel, block, next,
-                     scratch + (panel - first_panel) * plan.row_block * PANEL);
+      multiply(first_row, last_row, x, panel, block, next, (panel - first_panel) * plan.row_block * PANEL);
     }
   }
+}
+
+// `scratch`: sums, then widened rows.
+template <typename T>
+void linear_task(const LinearArgs& a, const LinearPlan<T>& plan, int64_t task, float* scratch, LinearScope& scope) {
+  for_pieces(a, plan, task, scratch + plan.sums_bytes() / sizeof(float), scope,
+             [&](int64_t first_row, int64_t last_row, const float* x, int64_t panel, int64_t block, const char* next, int64_t place) {
+               multiply_piece(a, plan, first_row, last_row, x, panel, block, next, scratch + place);
+             });
 }
 
 template <typename T>

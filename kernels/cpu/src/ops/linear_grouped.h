@@ -3,15 +3,18 @@
 //   out += (the chain of fused multiply-adds of x and the numbers) * scale + (the sum of x) * offset
 //
 // each term one fused multiply-add. Few rows take the numbers from registers; more from the thread's own scratch, where a piece
-// of a panel is spread out in x's type, exactly. The chains are the same.
+// of a panel is spread out, exactly: in x's type, on AVX2 in float32 (linear_grouped_avx2.h). The chains are the same.
 #pragma once
 
-constexpr int64_t SPREAD_DEPTH = 256;  // of a piece
-
 #if defined(__AVX512F__)
+constexpr int64_t SPREAD_DEPTH = 256;                   // of a piece
 constexpr int64_t MOST_FEW_ROWS = 8, MOST_AT_ONCE = 8;  // 16 of 32 registers accumulate
+template <int ROWS>
+constexpr int STRIPS = 1;  // at once
 #else
-constexpr int64_t MOST_FEW_ROWS = FEW_ROWS, MOST_AT_ONCE = ROWS_AT_ONCE;
+constexpr int64_t MOST_FEW_ROWS = 3, MOST_AT_ONCE = 3;  // 6 of 16, and what unpacks
+template <int ROWS>
+constexpr int STRIPS = ROWS < 3 ? 2 : 1;  // else too few chains keep the multipliers waiting
 #endif
 
 // Scales and offsets of a panel, from the first group on; sums of the rows' x.
@@ -32,10 +35,14 @@ struct PanelGroups {
   __attribute__((always_inline)) vec scale(int64_t at) const { return halves ? load_halves(scales + at * 2) : vload((const float*)scales + at); }
 };
 
+template <typename N>
+INLINE vec operand(vec x) { return N::SUBNORMAL ? without_subnormal(x) : x; }
+
 // total + sum * scale + x's sum * offset, for the columns from n on of row i.
-INLINE vec add_group(const PanelGroups& p, vec total, vec sum, vec unit, int64_t g, int64_t i, int64_t n) {
-  total = vfma(sum, vmul(p.scale(g * PANEL + n), unit), total);
-  return p.offsets ? vfma(vset(p.x_sums[i * p.num_groups + g]), vload(p.offsets + g * PANEL + n), total) : total;
+template <typename N>
+INLINE vec add_group(const PanelGroups& p, vec total, vec sum, int64_t g, int64_t i, int64_t n) {
+  total = vfma(sum, vmul(operand<N>(p.scale(g * PANEL + n)), vset(N::UNIT)), total);
+  return p.offsets ? vfma(vset(p.x_sums[i * p.num_groups + g]), operand<N>(vload(p.offsets + g * PANEL + n)), total) : total;
 }
 
 template <typename N, int ROWS, int J = 0>
@@ -50,9 +57,9 @@ INLINE void multiply_numbers(const float* x, int64_t stride, const typename N::O
 
 // Groups of WORDS words of a block, or of whole blocks if that is 16. x: float32 rows. c [ROWS, 32].
 template <typename N, int WORDS, int ROWS>
-void multiply_grouped(const float* x, int64_t stride, const char* b, int64_t num_blocks, const PanelGroups& groups, float* c) {
+__attribute__((noinline)) void multiply_grouped(const float* x, int64_t stride, const char* b, int64_t num_blocks,
+                                                const PanelGroups& groups, float* c) {
   const int64_t group_blocks = WORDS < 16 ? 1 : groups.group / N::DEPTH;
-  const vec unit = vset(N::UNIT);
   for (int64_t i = 0; i < ROWS * PANEL; i += W) vstore(c + i, vzero());
   vec acc[2][ROWS][VECTORS];
   int64_t group = 0, left = 0;
@@ -61,30 +68,36 @@ void multiply_grouped(const float* x, int64_t stride, const char* b, int64_t num
     if (first) left = smaller(group_blocks, num_blocks - block);
     const bool last = --left == 0;
 #pragma GCC unroll 2
-    for (int strip = 0; strip < 2; ++strip)
+    for (int strips = 0; strips < 2; strips += STRIPS<ROWS>)
       for (int part = 0; part < 16 / WORDS; ++part) {
         if (WORDS < 16 || first)
+#pragma GCC unroll 2
+          for (int strip = strips; strip < strips + STRIPS<ROWS>; ++strip)
 #pragma GCC unroll 16
-          for (int i = 0; i < ROWS; ++i)
+            for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 2
-            for (int v = 0; v < VECTORS; ++v) acc[strip][i][v] = vzero();
+              for (int v = 0; v < VECTORS; ++v) acc[strip][i][v] = vzero();
 #pragma GCC unroll 2
-        for (int word = part * WORDS; word < (part + 1) * WORDS; ++word) {
-          const char* words = b + strip * TILE_BYTES + word * 64;
-          prefetch_ahead(words);
+        for (int word = part * WORDS; word < (part + 1) * WORDS; ++word)
 #pragma GCC unroll 2
-          for (int v = 0; v < VECTORS; ++v)
-            multiply_numbers<N, ROWS>(x + word * N::PER_WORD, stride, N::open(words + v * W * 4), acc[strip], v);
-        }
+          for (int strip = strips; strip < strips + STRIPS<ROWS>; ++strip) {
+            const char* words = b + strip * TILE_BYTES + word * 64;
+            prefetch_ahead(words);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; ++v)
+              multiply_numbers<N, ROWS>(x + word * N::PER_WORD, stride, N::open(words + v * W * 4), acc[strip], v);
+          }
         if (WORDS < 16 || last)
-#pragma GCC unroll 16
-          for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 2
-            for (int v = 0; v < VECTORS; ++v) {
-              const int n = strip * 16 + v * W;
-              float* total = c + i * PANEL + n;
-              vstore(total, add_group(groups, vload(total), acc[strip][i][v], unit, group + part, i, n));
-            }
+          for (int strip = strips; strip < strips + STRIPS<ROWS>; ++strip)
+#pragma GCC unroll 16
+            for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
+              for (int v = 0; v < VECTORS; ++v) {
+                const int n = strip * 16 + v * W;
+                float* total = c + i * PANEL + n;
+                vstore(total, add_group<N>(groups, vload(total), acc[strip][i][v], group + part, i, n));
+              }
       }
     if (last) group += 16 / WORDS;
   }
@@ -118,11 +131,16 @@ void few_rows_grouped(const GroupedArgs& g, const Int8Plan<T>& plan, int64_t tas
     for (int64_t row = 0; row < a.m; row += at_once) {
       const int64_t rows = smaller(at_once, a.m - row);
       const PanelGroups groups(g, panel, row);
-      multiply_rows_grouped<N, MOST_AT_ONCE>(rows, x + row * stride, stride, weight, plan.num_blocks, groups, sums);
+      {
+        const NumbersScope<N> scope;
+        multiply_rows_grouped<N, MOST_AT_ONCE>(rows, x + row * stride, stride, weight, plan.num_blocks, groups, sums);
+      }
       finish<T>(a, row, rows, panel, sums);
     }
   }
 }
+
+#if defined(__AVX512F__)
 
 // A group's sums, which may have begun in an earlier piece, are in `parts`, the totals of the groups before in `sums`.
 template <typename T, typename N>
@@ -132,7 +150,6 @@ void spread_grouped(const GroupedArgs& g, const Int8Plan<T>& plan, int64_t task,
   const LinearArgs& a = g.linear;
   const Int8Part part(a, plan, task);
   const int64_t depth = plan.num_blocks * N::DEPTH;
-  const vec unit = vset(N::UNIT);
   for (int64_t block = 0; block < plan.num_blocks; block += PIECE) {
     const int64_t blocks = smaller(PIECE, plan.num_blocks - block), begin = block * N::DEPTH, end = begin + blocks * N::DEPTH;
     for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel)
@@ -154,7 +171,7 @@ void spread_grouped(const GroupedArgs& g, const Int8Plan<T>& plan, int64_t task,
             for (int64_t i = 0; i < rows; ++i)
               for (int64_t n = 0; n < PANEL; n += W) {
                 float* to = total + i * PANEL + n;
-                vstore(to, add_group(groups, group ? vload(to) : vzero(), vload(sum + i * PANEL + n), unit, group, i, n));
+                vstore(to, add_group<N>(groups, group ? vload(to) : vzero(), vload(sum + i * PANEL + n), group, i, n));
               }
           k = stop;
         }
@@ -166,22 +183,35 @@ void spread_grouped(const GroupedArgs& g, const Int8Plan<T>& plan, int64_t task,
 }
 
 template <typename T, typename N>
-void linear_numbers(const GroupedArgs& g, const Region& region) {
-  const LinearArgs& a = g.linear;
-  const bool few = UNPACKS_IN_REGISTERS<T> && a.m <= MOST_FEW_ROWS;
-  const Int8Plan<T> plan(a, region.num_threads, few, N::DEPTH);
+void many_rows_grouped(const GroupedArgs& g, const Region& region) {
+  const Int8Plan<T> plan(g.linear, region.num_threads, false, N::DEPTH);
   float* sums = (float*)region.scratch;
   float* parts = sums + INT8_SUM_BYTES / sizeof(float);
-  char* rest = region.scratch + 2 * INT8_SUM_BYTES;
-  if (few) widen_rows<T>(a, plan.num_blocks * N::DEPTH, (float*)rest);
   TileScope scope;
-  for (int64_t task; (task = next_task(region)) < plan.num_tasks;) {
-    if (few) {
-      few_rows_grouped<T, N>(g, plan, task, (const float*)rest, sums);
-    } else {
-      spread_grouped<T, N>(g, plan, task, sums, parts, rest, scope);
-    }
-  }
+  for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
+    spread_grouped<T, N>(g, plan, task, sums, parts, region.scratch + 2 * INT8_SUM_BYTES, scope);
+}
+
+template <typename T>
+int64_t many_rows_scratch(const GroupedArgs&) {
+  return 2 * INT8_SUM_BYTES + MAX_CHUNK * SPREAD_DEPTH * PANEL * (int64_t)sizeof(T);
+}
+
+#else
+#include "linear_grouped_avx2.h"
+#endif
+
+template <typename T, typename N>
+void linear_numbers(const GroupedArgs& g, const Region& region) {
+  const LinearArgs& a = g.linear;
+  if (!UNPACKS_IN_REGISTERS<T> || a.m > MOST_FEW_ROWS) return many_rows_grouped<T, N>(g, region);
+  const Int8Plan<T> plan(a, region.num_threads, true, N::DEPTH);
+  float* sums = (float*)region.scratch;
+  float* x = sums + MOST_AT_ONCE * PANEL;
+  widen_rows<T>(a, plan.num_blocks * N::DEPTH, x);
+  if (N::SUBNORMAL)
+    for (int64_t i = 0; i < a.m * plan.num_blocks * N::DEPTH; i += W) vstore(x + i, without_subnormal(vload(x + i)));
+  for (int64_t task; (task = next_task(region)) < plan.num_tasks;) few_rows_grouped<T, N>(g, plan, task, x, sums);
 }
 
 template <typename T>
@@ -195,6 +225,6 @@ void linear_grouped(const GroupedArgs& g, const Region& region) {
 
 template <typename T>
 int64_t linear_grouped_scratch(const GroupedArgs& g) {
-  const int64_t tiles = MAX_CHUNK * SPREAD_DEPTH * PANEL * sizeof(T);
-  return 2 * INT8_SUM_BYTES + larger(tiles, MOST_FEW_ROWS * round_up(g.linear.k, Int4::DEPTH) * (int64_t)sizeof(float));
+  const int64_t few = MOST_AT_ONCE * PANEL + MOST_FEW_ROWS * round_up(g.linear.k, Int4::DEPTH);
+  return larger(many_rows_scratch<T>(g), few * (int64_t)sizeof(float));
 }
