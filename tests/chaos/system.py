@@ -161,19 +161,27 @@ class System(Cluster):
         redis_url: str,
         prefill: int = 1,
         decode: int = 1,
+        router: tuple[str, ...] = (),
     ) -> "System":
         """What `pagewire up` starts, without its 3 s of CPU for each process; `flags` are the workers'."""
         system = cls(zygote, model, directory, redis_url)
         for role, num in (("prefill", prefill), ("decode", decode)):
             for number in range(num):
                 system.add_worker(role, f"{role}-{number}", *flags)
-        system.add_router("router")
+        system.add_router("router", *router)
         try:
             system.restore()
         except BaseException:
             system.__exit__()
             raise
         return system
+
+    def stop(self, *, check: bool = True) -> None:
+        """SIGTERM, the routers first, as `pagewire up` does it; asserts exit codes of 0."""
+        for role in ("router", "decode", "prefill"):
+            members = [each for each in self.services.values() if each.role == role and each.is_running]
+            codes = {each.name: each.terminate() for each in members}
+            assert not check or not any(codes.values()), f"exit codes {codes}\n{self.logs()}"
 
     def restore(self) -> None:
         """Starts what does not run and waits until each router has all workers and nothing is left anywhere."""

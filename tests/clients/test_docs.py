@@ -52,7 +52,7 @@ def addresses(client_cluster: Served) -> dict[str, str]:
         "127.0.0.1:50061": client_cluster.endpoint(types_pb2.WORKER_ROLE_PREFILL),
         "127.0.0.1:50062": client_cluster.endpoint(types_pb2.WORKER_ROLE_DECODE),
         "127.0.0.1:8000": f"127.0.0.1:{client_cluster.http_port}",
-        "127.0.0.1:9091": f"127.0.0.1:{client_cluster.metrics_port + 1}",
+        "127.0.0.1:9091": f"127.0.0.1:{client_cluster.metrics_port('prefill')}",
         '"demo"': '"tiny"',
     }
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.embedded_valkey import EmbeddedValkey
+from tests.chaos.system import System
+from tests.chaos.zygote import Zygote
 from tests.e2e.cluster import Cluster
 
 
@@ -17,15 +19,16 @@ def valkey_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def shared_cluster(tiny_model: Callable[..., Path]) -> Iterator[Cluster]:
+def shared_cluster(
+    zygote: Zygote, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """On an index of its own: systems of one model on one index are one system."""
-    flags = ("--dtype", "float32", "--kernels", "reference", "--max-num-batched-tokens", "32", "--max-num-seqs", "8",
-             "--block-size", "4", "--kv-cache-memory-bytes", str(2 << 20), "--max-model-len", "256",
-             "--cpu-threads", "1", "--served-model-name", "tiny")  # fmt: skip
-    server = EmbeddedValkey.start()
+    flags = ("--max-num-batched-tokens", "32", "--kv-cache-memory-bytes", str(2 << 20), "--max-model-len", "256")
+    model, directory, server = tiny_model("llama"), tmp_path_factory.mktemp("shared"), EmbeddedValkey.start()
     try:
-        with Cluster(tiny_model("llama"), *flags, redis_url=server.url) as cluster:
+        with System.forked(zygote, model, directory, *flags, redis_url=server.url) as cluster:
             yield cluster
+            cluster.stop()
     finally:
         server.stop()
 

@@ -16,9 +16,11 @@ from pagewire.errors import PagewireError
 from pagewire.sampling import SamplingParams
 from pagewire.v1 import admin_pb2 as pb
 from pagewire.v1 import admin_pb2_grpc
+from tests.chaos.system import System
+from tests.chaos.zygote import Zygote
 from tests.decode_svc.harness import make_engine
 from tests.e2e.cluster import Cluster
-from tests.ports import free_port, free_ports
+from tests.ports import free_port
 from tests.tiny_adapters import make_adapter, merge
 
 PROMPT = [(7 * i) % 250 + 10 for i in range(41)]
@@ -26,19 +28,21 @@ GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
-def running(tiny_model: Callable[..., Path], valkey_url: str, tmp_path: Path) -> Iterator[tuple[Cluster, int]]:
+def running(
+    zygote: Zygote, tiny_model: Callable[..., Path], valkey_url: str, tmp_path: Path
+) -> Iterator[tuple[Cluster, int]]:
     model = tiny_model("llama")
     for seed, name in enumerate(("one", "two")):
         make_adapter(model, tmp_path / "root" / name, seed=seed)
     make_adapter(model, tmp_path / "root" / "wide", rank=32)
     port = free_port()
-    flags = ("--dtype", "float32", "--kernels", "reference", "--block-size", "4", "--kv-cache-memory-bytes", "2MiB",
-             "--max-model-len", "256", "--cpu-threads", "1", "--served-model-name", "tiny", "--enable-lora",
-             "--lora-root", str(tmp_path / "root"), "--lora-modules", f"one={tmp_path / 'root' / 'one'}",
-             "--http-port", str(port), "--metrics-port", str(free_ports(3)))  # fmt: skip
-    with Cluster(model, *flags, redis_url=valkey_url) as cluster:
+    flags = ("--kv-cache-memory-bytes", "2MiB", "--max-model-len", "256", "--enable-lora",
+             "--lora-root", str(tmp_path / "root"), "--lora-modules", f"one={tmp_path / 'root' / 'one'}")  # fmt: skip
+    http = ("--http-port", str(port))
+    with System.forked(zygote, model, tmp_path, *flags, redis_url=valkey_url, router=http) as cluster:
         yield cluster, port
         cluster.wait_quiet()
+        cluster.stop()
 
 
 def post(port: int, model: str) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from pagewire.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from tests.chaos.system import System
+from tests.chaos.zygote import Zygote
 from tests.e2e.cluster import Cluster
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -151,12 +153,11 @@ def test_the_longest_prompts_are_served(length: int, stub: inference_pb2_grpc.In
     assert [m.finish_reason for m in messages if m.finish_reason] == [types_pb2.FINISH_REASON_LENGTH]
 
 
-def test_longer_than_the_pool(tiny_model: Callable[..., Path]) -> None:
+def test_longer_than_the_pool(zygote: Zygote, tiny_model: Callable[..., Path], valkey_url: str, tmp_path: Path) -> None:
     """A pool of 16 blocks lowers the model's limit to 64 tokens; what is longer is refused with that number."""
     block_bytes = 3 * 2 * 2 * 4 * 16 * 4  # layers, K and V, kv heads, tokens, head size, float32
-    flags = ("--dtype", "float32", "--kernels", "reference", "--block-size", "4", "--cpu-threads", "1",
-             "--kv-cache-memory-bytes", str(16 * block_bytes))  # fmt: skip
-    with Cluster(tiny_model("llama"), *flags) as cluster:
+    flags = ("--kv-cache-memory-bytes", str(16 * block_bytes))
+    with System.forked(zygote, tiny_model("llama"), tmp_path, *flags, redis_url=valkey_url) as cluster:
         with grpc.insecure_channel(cluster.target) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             for length in (64, 65, 500):
@@ -169,3 +170,4 @@ def test_longer_than_the_pool(tiny_model: Callable[..., Path]) -> None:
             longest = inference_pb2.GenerateRequest(tokens=tokens(63), sampling=sampling)
             assert list(stub.Generate(longest, timeout=30))[-1].usage.completion_tokens == 1
         cluster.wait_quiet()
+        cluster.stop()

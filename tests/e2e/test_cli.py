@@ -25,6 +25,10 @@ def pagewire(*args: str, timeout: float = 90) -> "subprocess.CompletedProcess[st
     )
 
 
+# pagewire/test_up.py and pagewire/test_cli.py ask for more of the same faults in CI.
+nightly = pytest.mark.nightly
+
+
 def one_line(done: "subprocess.CompletedProcess[str]", *names: str) -> None:
     """Asserts a failure that a person can read: no traceback, and it names what is wrong."""
     said = (done.stderr + done.stdout).strip()
@@ -71,6 +75,7 @@ def test_status_shows_every_role(cluster: Cluster) -> None:
     assert "decode" in done.stdout
 
 
+@nightly
 def test_print_config_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toml = tmp_path / "router.toml"
     toml.write_text('port = 1111\nmigration_limit = 7\nmodel = "/m"\n')
@@ -82,16 +87,19 @@ def test_print_config_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "7" in done.stdout
 
 
+@nightly
 def test_broken_model_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"')
     one_line(pagewire("up", "--model", str(tmp_path), "--port", "0"), str(tmp_path))
     one_line(pagewire("up", "--model", str(tmp_path / "nowhere"), "--port", "0"), "nowhere")
 
 
+@nightly
 def test_wrong_redis_url(tiny_model: Callable[..., Path]) -> None:
     one_line(pagewire("up", "--model", str(tiny_model("llama")), "--port", "0", "--redis-url", "http://x"), "http://x")
 
 
+@nightly
 def test_unreachable_redis(tiny_model: Callable[..., Path]) -> None:
     url = "redis://127.0.0.1:1"
     one_line(
@@ -101,6 +109,7 @@ def test_unreachable_redis(tiny_model: Callable[..., Path]) -> None:
     )
 
 
+@nightly
 def test_port_in_use(tiny_model: Callable[..., Path]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -109,6 +118,7 @@ def test_port_in_use(tiny_model: Callable[..., Path]) -> None:
         one_line(pagewire("up", "--model", str(tiny_model("llama")), "--port", port, *TINY), port)
 
 
+@nightly
 def test_a_broken_weight_file(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     for file in tiny_model("llama").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -117,7 +127,7 @@ def test_a_broken_weight_file(tmp_path: Path, tiny_model: Callable[..., Path]) -
     one_line(pagewire("up", "--model", str(tmp_path), "--port", "0", *TINY), "model.safetensors")
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop", [pytest.param(signal.SIGINT, marks=nightly), signal.SIGTERM])
 def test_signals_end_it_cleanly(stop: signal.Signals, tiny_model: Callable[..., Path]) -> None:
     """An embedded Valkey, three services, one signal: exit 0 and no process is left."""
     cluster = Cluster(tiny_model("llama"), *TINY)

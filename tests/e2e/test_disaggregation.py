@@ -1,8 +1,6 @@
 """Disaggregation itself, between real processes: blocks travel while P computes, D never prefills, routers share."""
 
 import re
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -12,8 +10,9 @@ import psutil
 import pytest
 
 from pagewire import Client
+from tests.chaos.system import System
+from tests.chaos.zygote import Zygote
 from tests.e2e.cluster import Cluster
-from tests.ports import free_ports
 
 FLAGS = ("--dtype", "float32", "--kernels", "reference", "--block-size", "4", "--max-num-batched-tokens", "16",
          "--kv-cache-memory-bytes", str(8 << 20), "--cpu-threads", "1")  # fmt: skip
@@ -38,83 +37,53 @@ def metrics(port: int) -> dict[str, float]:
 
 
 def test_blocks_travel_while_prefill_runs_and_decode_never_prefills(
-    tiny_model: Callable[..., Path], valkey_url: str
+    zygote: Zygote, tiny_model: Callable[..., Path], valkey_url: str, tmp_path: Path
 ) -> None:
-    base = free_ports(3)
-    with Cluster(tiny_model("llama"), *FLAGS, "--metrics-port", str(base), redis_url=valkey_url) as cluster:
+    with System.forked(zygote, tiny_model("llama"), tmp_path, *FLAGS, redis_url=valkey_url) as cluster:
         with cluster.client() as client:
             for i in range(4):
                 client.complete([(i + j) % 290 + 5 for j in range(400)], max_tokens=4, temperature=0, ignore_eos=True)
         cluster.wait_quiet()
-        seen = [metrics(base + i) for i in range(3)]
-        decode = max(seen, key=lambda m: m.get("pagewire:transfer_blocks_total", 0.0))
+        decode = metrics(cluster["decode-0"].metrics_port)
         assert decode["pagewire:transfer_blocks_total"] == 4 * 100
         # 25 chunks each: most blocks arrive before the last chunk was computed.
         assert decode["pagewire:transfer_overlap_blocks_total"] > 100
         assert decode["pagewire:prefill_tokens_on_decode_total"] == 0, "F10"
+        cluster.stop()
 
 
-def test_two_routers_share_workers_and_index(tiny_model: Callable[..., Path], valkey_url: str) -> None:
-    model = tiny_model("llama")
-    with Cluster(model, *FLAGS, redis_url=valkey_url) as cluster:
-        second = subprocess.Popen(
-            [sys.executable, "-m", "pagewire", "router", "--model", str(model), "--port", "0",
-             "--redis-url", valkey_url],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            assert second.stdout is not None
-            line = second.stdout.readline()
-            target = line.split()[-1]
-            with Client(target) as two:
-                wait_ready(two)
-            prompt = [(3 * j) % 290 + 5 for j in range(33)]
-            with cluster.client() as one, Client(target) as two:
-                a = one.complete(prompt, max_tokens=8, temperature=0, ignore_eos=True)
-                cluster.wait_quiet()
-                b = two.complete(prompt, max_tokens=8, temperature=0, ignore_eos=True)
-            assert a.token_ids == b.token_ids
-            assert b.usage.cached_tokens == 32
-        finally:
-            second.terminate()
-            assert second.wait(timeout=30) == 0
-            second.stdout and second.stdout.close()
+def test_two_routers_share_workers_and_index(
+    zygote: Zygote, tiny_model: Callable[..., Path], valkey_url: str, tmp_path: Path
+) -> None:
+    with System.forked(zygote, tiny_model("llama"), tmp_path, *FLAGS, redis_url=valkey_url) as cluster:
+        second = cluster.add_router("second")
+        cluster.start("second")
+        with Client(second.endpoint) as two:
+            wait_ready(two)
+        prompt = [(3 * j) % 290 + 5 for j in range(33)]
+        with cluster.client() as one, Client(second.endpoint) as two:
+            a = one.complete(prompt, max_tokens=8, temperature=0, ignore_eos=True)
+            cluster.wait_quiet()
+            b = two.complete(prompt, max_tokens=8, temperature=0, ignore_eos=True)
+        assert a.token_ids == b.token_ids
+        assert b.usage.cached_tokens == 32
+        assert second.terminate() == 0
         cluster.wait_quiet()
+        cluster.stop()
 
 
-def test_static_workers_without_redis(tiny_model: Callable[..., Path]) -> None:
+def test_static_workers_without_redis(zygote: Zygote, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """No Redis anywhere: workers named on the command line still serve."""
-    model = str(tiny_model("llama"))
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        endpoints = []
-        for role in ("prefill", "decode"):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pagewire", role, "--model", model, "--port", "0", *FLAGS],
-                stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            processes.append(process)
-        for process in processes:
-            assert process.stdout is not None
-            endpoints.append(process.stdout.readline().split()[-1])
-        router = subprocess.Popen(
-            [sys.executable, "-m", "pagewire", "router", "--model", model, "--port", "0",
-             "--prefill-workers", endpoints[0], "--decode-workers", endpoints[1]],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        processes.append(router)
-        assert router.stdout is not None
-        with Client(router.stdout.readline().split()[-1]) as client:
+    with System(zygote, tiny_model("llama"), tmp_path) as system:
+        prefill = system.add_worker("prefill", "p0", *FLAGS)
+        decode = system.add_worker("decode", "d0", *FLAGS)
+        system.add_router("r0", "--prefill-workers", prefill.endpoint, "--decode-workers", decode.endpoint)
+        system.start()
+        with system.client() as client:
             wait_ready(client)
             done = client.complete("hello", max_tokens=6, temperature=0, ignore_eos=True)
         assert len(done.token_ids) == 6
-    finally:
-        for process in reversed(processes):
-            process.terminate()
-        codes = [process.wait(timeout=40) for process in reversed(processes)]
-        for process in processes:
-            process.stdout and process.stdout.close()
-    assert codes == [0, 0, 0]
+        system.stop()
 
 
 def test_workers_share_the_pages_of_the_weights(tiny_model: Callable[..., Path], valkey_url: str) -> None:

@@ -8,10 +8,11 @@ import grpc
 import pytest
 
 from pagewire.v1 import admin_pb2, admin_pb2_grpc
+from tests.chaos.system import System
+from tests.chaos.zygote import Zygote
 from tests.decode_svc.harness import BLOCK_SIZE, greedy, random_prompt, reference
 from tests.e2e.cluster import Cluster
 from tests.e2e.test_disaggregation import FLAGS, metrics
-from tests.ports import free_ports
 
 NUM_TURNS = 4
 
@@ -30,20 +31,27 @@ def wait_for_the_routers_view(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("mode", ["always", pytest.param("auto", marks=pytest.mark.nightly)])
 def test_no_turn_recomputes_what_a_live_worker_holds(
-    tiny_model: Callable[..., Path], valkey_url: str, mode: str
+    zygote: Zygote, tiny_model: Callable[..., Path], valkey_url: str, tmp_path: Path, mode: str
 ) -> None:
     """Round robin sends every turn to workers that have not seen the last one.
 
     What is computed all the same a counter of the worker that does it excuses: with `auto` if computing was cheaper.
     """
-    model, base = tiny_model("llama"), free_ports(5)
-    flags = (*FLAGS, "--policy", "round_robin", "--kv-fetch", mode, "--kv-fetch-min-tokens", "1",
-             "--metrics-port", str(base))  # fmt: skip
+    model = tiny_model("llama")
+    fetch = ("--kv-fetch", mode)
+    flags, routing = (*FLAGS, *fetch, "--kv-fetch-min-tokens", "1"), (*fetch, "--policy", "round_robin")
     history = random_prompt(41, 1)
-    with Cluster(model, *flags, redis_url=valkey_url, prefill=2, decode=2) as cluster, cluster.client() as client:
+    with (
+        System.forked(
+            zygote, model, tmp_path, *flags, redis_url=valkey_url, prefill=2, decode=2, router=routing
+        ) as cluster,
+        cluster.client() as client,
+    ):
+        ports = [each.metrics_port for each in cluster.services.values() if each.role != "router"]
+        routers = cluster["router"].metrics_port
 
         def count(name: str) -> float:
-            return sum(metrics(base + number).get(f"pagewire:{name}_total", 0.0) for number in range(1, 5))
+            return sum(metrics(port).get(f"pagewire:{name}_total", 0.0) for port in ports)
 
         computed, recomputed, duplicate, num_held, num_hits, workers = 0.0, 0.0, 0.0, 0, 0.0, set()
         for turn in range(NUM_TURNS):
@@ -56,7 +64,7 @@ def test_no_turn_recomputes_what_a_live_worker_holds(
             excused = count("unfetched_tokens") - recomputed
             assert newly <= len(history) - num_held + excused, f"turn {turn}"
             # The router says the same of its own: what a live worker had and nobody fetched.
-            again = metrics(base)["pagewire:duplicate_prefill_tokens_total"] - duplicate
+            again = metrics(routers)["pagewire:duplicate_prefill_tokens_total"] - duplicate
             assert again == max(0, num_held - done.usage.cached_tokens) <= excused, f"turn {turn}"
             computed, recomputed, duplicate = computed + newly, recomputed + excused, duplicate + again
             num_hits += done.usage.cached_tokens
@@ -64,7 +72,7 @@ def test_no_turn_recomputes_what_a_live_worker_holds(
             num_held = (len(history) + len(expected) - 1) // BLOCK_SIZE * BLOCK_SIZE
             history += [*expected, *random_prompt(7, 2 + turn)]
         assert len(workers) == 4
-        router = metrics(base)
+        router = metrics(routers)
         assert router["pagewire:index_blocks"] == sum(
             cluster.worker_status(worker).num_cached_blocks for worker in cluster.workers()
         )
@@ -73,3 +81,4 @@ def test_no_turn_recomputes_what_a_live_worker_holds(
         assert router["pagewire:hit_tokens_total"] == num_hits
         if mode == "always":
             assert count("fetched_tokens") >= 2 * BLOCK_SIZE, "turns moved, and so did their KV"
+        cluster.stop()

@@ -12,7 +12,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from pagewire.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from tests.e2e.cluster import Cluster
+from tests.chaos.system import System
+from tests.chaos.zygote import Zygote
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -50,18 +51,21 @@ def collector() -> Iterator[tuple[Collector, str]]:
 
 
 def test_one_trace_through_all_processes(
-    collector: tuple[Collector, str], tiny_model: Callable[..., Path], tmp_path: Path
+    zygote: Zygote,
+    collector: tuple[Collector, str],
+    tiny_model: Callable[..., Path],
+    valkey_url: str,
+    tmp_path: Path,
 ) -> None:
     spans, endpoint = collector
-    # fmt: off
-    flags = ("--dtype", "float32", "--kernels", "reference", "--block-size", "4", "--max-num-batched-tokens", "8",
-             "--kv-cache-memory-bytes", str(1 << 20), "--cpu-threads", "1", "--otlp-traces-endpoint", endpoint)
-    # fmt: on
+    traces = ("--otlp-traces-endpoint", endpoint)
+    flags = ("--max-num-batched-tokens", "8", "--kv-cache-memory-bytes", str(1 << 20), *traces)
     request = inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenPrompt(token_ids=range(1, 31)),
         sampling=types_pb2.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
     )
-    with Cluster(tiny_model("llama"), *flags) as cluster:
+    model = tiny_model("llama")
+    with System.forked(zygote, model, tmp_path, *flags, redis_url=valkey_url, router=traces) as cluster:
         with grpc.insecure_channel(cluster.target) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             metadata = (("traceparent", f"00-{TRACE}-{CALLER}-01"),)
@@ -74,6 +78,7 @@ def test_one_trace_through_all_processes(
             assert time.monotonic() < deadline, [(service, span.name) for service, span in spans.spans]
             time.sleep(0.05)
         found = spans.of_trace(TRACE)
+        cluster.stop()
     tree = {(service, span.name): span for service, span in found}
     request_span = tree["pagewire-router", "request"]
     assert request_span.parent_span_id.hex() == CALLER

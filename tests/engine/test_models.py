@@ -93,12 +93,13 @@ def make(tiny_model: Tiny, name: str) -> Path:
 
 
 LATER = ("mixtral", "qwen3_moe", "phi3", "deepseek_v2", "deepseek_v3")
+ON_EVERY_KERNEL_SET = ("llama", "gemma3")
 
 
 def is_nightly(name: str, kernels: str) -> bool:
-    """What a variant or a later family has of its own is the model's, not the kernels': native is enough by day."""
+    """What a variant or another family has of its own is the model's, not the kernels': native is enough by day."""
     family, _, variant = name.partition(":")
-    return (bool(variant) or family in LATER) and (kernels != "native" or bool(variant and family in LATER))
+    return (bool(variant) and family in LATER) or (kernels != "native" and name not in ON_EVERY_KERNEL_SET)
 
 
 CASES = [

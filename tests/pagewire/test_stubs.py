@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.nightly  # the same as `make check`, which CI runs too
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 

@@ -174,7 +174,10 @@ def test_wrong_redis_url(model: Path) -> None:
     assert message.startswith("redis_url = 'http://x' (--redis-url): must be a URL with one of the schemes redis://")
 
 
-@pytest.mark.parametrize("broken", ["no weights", "bad config", "bad weights", "no tokenizer"])
+LATER = [pytest.param(broken, marks=pytest.mark.nightly) for broken in ("no weights", "bad config")]
+
+
+@pytest.mark.parametrize("broken", ["bad weights", "no tokenizer", *LATER])
 def test_broken_model_is_one_line(model: Path, tmp_path: Path, broken: str) -> None:
     directory = tmp_path / "model"
     shutil.copytree(model, directory)

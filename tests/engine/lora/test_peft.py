@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 
@@ -36,6 +35,8 @@ OTHERS = ("embeddings", "attention", "fused")
 
 def adapt(model: Any, kind: str, directory: Path) -> Any:
     """Writes an adapter as PEFT does and returns the model with it merged by PEFT."""
+    import peft  # 4 s of CPU, in the one test process that has this file
+
     torch.manual_seed(len(kind))
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **KINDS[kind]))
     for name, parameter in adapted.named_parameters():

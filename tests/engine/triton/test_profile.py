@@ -102,6 +102,7 @@ def test_no_room_and_an_own_size(tiny_model: Callable[..., Path], device: Profil
     parts.memory.close()
 
 
+@pytest.mark.nightly
 def test_drafts_have_logits(tiny_model: Callable[..., Path], device: Profiled, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     sample = DeviceSampler.sample

@@ -25,6 +25,7 @@ def test_two_kernels_are_as_in_the_table(tmp_path: Path) -> None:
     assert "3 kernels, no spills" in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_change_goes_red(tmp_path: Path) -> None:
     """The same kernel against a table that says something else."""
     copy = tmp_path / "bench" / "gpu"

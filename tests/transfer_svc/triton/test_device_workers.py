@@ -55,7 +55,11 @@ async def check(workers: Cluster, oracle: Greedy) -> None:
 
 @pytest.mark.parametrize(
     ("plane", "parts"),
-    [("auto", False), ("tcp", False), ("grpc", True), pytest.param("grpc", False, marks=pytest.mark.nightly)],
+    [
+        ("auto", False),
+        ("grpc", True),
+        *(pytest.param(plane, False, marks=pytest.mark.nightly) for plane in ("tcp", "grpc")),
+    ],
 )
 async def test_tokens_are_hugging_faces(
     plane: str, parts: bool, model: Path, oracle: Greedy, monkeypatch: pytest.MonkeyPatch
