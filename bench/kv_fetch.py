@@ -26,6 +26,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.machine import describe
 from pagewire import Client
 
 READY = re.compile(r"ready\s+(\S+:\d+)")
@@ -142,6 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.conversations, arguments.turns, arguments.output_tokens = 3, 3, 16
+    machine = describe()
     rows: list[Turn] = []
     answers: dict[str, list[tuple[int, ...]]] = {}
     for mode in arguments.modes.split(","):
@@ -157,8 +159,8 @@ def main() -> None:
     if arguments.out is not None:
         with arguments.out.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(field.name for field in fields(Turn))
-            writer.writerows(astuple(row) for row in rows)
+            writer.writerow([*(field.name for field in fields(Turn)), *machine])
+            writer.writerows([*astuple(row), *machine.values()] for row in rows)
     if len({tuple(each) for each in answers.values()}) != 1:
         raise SystemExit("the modes gave different answers")
 

@@ -99,6 +99,7 @@ class EngineHost(Generic[T]):
         self.kv_cache.evicted = self._flush_soon
         if self.engine.tiers is not None:
             self.engine.tiers.tier_changed = self._flush_soon
+        self._tier_report.observe()  # a disk may have kept some
         self._engine_loop.start()
         if publisher is not None:
             await publisher.start()
@@ -177,6 +178,8 @@ class EngineHost(Generic[T]):
         events = self.engine.take_events()
         if events and self._publisher is not None:
             self._publisher.publish(events)
+        if any(event.tier != "device" for event in events):  # also what an operator has cleared
+            self._tier_report.observe()
 
     def _flush_soon(self) -> None:
         """On any thread: idle workers publish too. One flush at a time waits for the event loop."""

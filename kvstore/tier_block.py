@@ -5,11 +5,40 @@ from dataclasses import dataclass, field
 
 OWNER_BYTES = 16
 NO_OWNER = bytes(OWNER_BYTES)
+_PART_BYTES = OWNER_BYTES // 2
 
 
-def owner_of(cache_salt: str) -> bytes:
-    """Names a tenant by its salt, 16 bytes, so that the salt itself need not lie on a disk."""
-    return hashlib.sha256(b"pw-own-1" + cache_salt.encode()).digest()[:OWNER_BYTES] if cache_salt else NO_OWNER
+def owner_of(cache_salt: str, adapter: str = "") -> bytes:
+    """Whose a block is, 16 bytes: half of them name the tenant by its salt, half the adapter, zeros for none.
+
+    So neither the salt nor the adapter's name need lie on a disk.
+    """
+    return _part(b"pw-own-1", cache_salt) + _part(b"pw-own-2", adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Everything of one tenant, or of one adapter: a half of `owner_of`."""
+
+    part: bytes
+    at: int
+
+    @classmethod
+    def by_tenant(cls, cache_salt: str) -> "Owned":
+        """With any adapter; an empty salt: everything without one."""
+        return cls(_part(b"pw-own-1", cache_salt), 0)
+
+    @classmethod
+    def by_adapter(cls, name: str) -> "Owned":
+        """All its loads, of any tenant."""
+        return cls(_part(b"pw-own-2", name), _PART_BYTES)
+
+    def has(self, owner: bytes) -> bool:
+        return owner[self.at : self.at + _PART_BYTES] == self.part
+
+
+def _part(tag: bytes, name: str) -> bytes:
+    return hashlib.sha256(tag + name.encode()).digest()[:_PART_BYTES] if name else bytes(_PART_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

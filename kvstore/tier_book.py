@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from kvstore.events import CacheEvent, EventKind, Tier, in_runs
 from kvstore.eviction_order import CostOf, EvictionOrder
 from kvstore.pin_times import PinTimes
-from kvstore.tier_block import Entry, TierBlock
+from kvstore.tier_block import Entry, Owned, TierBlock
 from kvstore.tier_chain import TierChain
 from kvstore.tier_windows import TierWindows
 
@@ -190,12 +190,12 @@ class TierBook:
             self._order.look_at(entry)
         return found[::-1]
 
-    def clear(self, owner: bytes | None = None) -> list[Entry]:
-        """Forgets everything, or everything of one tenant. Returns what it was."""
+    def clear(self, owned: Owned | None = None) -> list[Entry]:
+        """Forgets everything, or everything of one tenant or adapter. Returns what it was."""
         heads = [
             entry.block.key
             for entry in self._entries.values()
-            if entry.block.parent is None and owner in (None, entry.block.owner)
+            if entry.block.parent is None and (owned is None or owned.has(entry.block.owner))
         ]
         forgotten = [entry for key in heads for entry in self.forget(key)]
         if not self._entries:

@@ -61,6 +61,10 @@ class PrefixControl(Protocol):
         """Forgets everything of that salt, in every tier; returns how many blocks."""
         ...
 
+    async def clear_adapter(self, name: str) -> int:
+        """Forgets everything that any load of that adapter has computed, in every tier; returns how many blocks."""
+        ...
+
     async def bring(self, prefix: Prefix, sources: Sequence[PrefixSource]) -> Moved:
         """Brings up what own tiers have and fetches what others have."""
         ...
@@ -87,6 +91,12 @@ def check_salt(field: str, cache_salt: str) -> None:
     num_bytes = len(cache_salt.encode())
     if num_bytes > MAX_SALT_BYTES:
         raise InvalidArgument(field, num_bytes, f"must be at most {MAX_SALT_BYTES} bytes")
+
+
+def check_adapter_name(name: str) -> None:
+    """Raises InvalidArgument; it need not be loaded (any more)."""
+    if not name:
+        raise InvalidArgument("adapter_name", name, "must name an adapter; cache_salt and request are the model's own")
 
 
 def check_ttl(ttl_seconds: int) -> None:

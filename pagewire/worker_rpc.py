@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from pagewire.errors import ADAPTER_NOT_FOUND, InvalidArgument, NotFound
-from pagewire.prefix_control import Prefix, PrefixControl, check_salt, check_ttl, prefix_of
+from pagewire.prefix_control import Prefix, PrefixControl, check_adapter_name, check_salt, check_ttl, prefix_of
 from pagewire.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pagewire.worker_view import AdapterView, WorkerView
 from pagewire.worker_view_wire import (
@@ -191,8 +191,12 @@ class WorkerAdminServicer(admin_pb2_grpc.AdminServiceServicer):
         elif what == "cache_salt":
             check_salt("cache_salt", request.cache_salt)
             num_blocks = await self._prefixes.clear_tenant(request.cache_salt)
+        elif what == "adapter_name":
+            check_adapter_name(request.adapter_name)
+            num_blocks = await self._prefixes.clear_adapter(request.adapter_name)
         else:
-            raise InvalidArgument("what", None, "must be request or cache_salt; ResetPrefixCache forgets everything")
+            limit = "must be request, cache_salt or adapter_name; ResetPrefixCache forgets everything"
+            raise InvalidArgument("what", None, limit)
         return admin_pb2.ClearPrefixResponse(num_blocks=num_blocks)
 
     async def MovePrefix(self, request: admin_pb2.MovePrefixRequest, context: _Context) -> admin_pb2.MovePrefixResponse:

@@ -1,7 +1,7 @@
 """What the router assumes of its own last decisions until workers report them: blocks soon cached, work soon queued."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from kvstore.memory_index import MemoryIndex
@@ -79,6 +79,11 @@ class Assumptions:
         for key in self._index.blocks(worker_id):
             del self._until[worker_id, key]
         self._index.unregister(worker_id)
+
+    def keep_only(self, worker_ids: Set[str]) -> None:
+        """Everybody else is gone: where names are never used again, they would be remembered for ever."""
+        for worker_id in self._index.workers().keys() - worker_ids:
+            self.forget_worker(worker_id)
 
     def _add_load(self, worker_id: str, num_tokens: int, num_sequences: int) -> None:
         known = self._loads.get(worker_id)

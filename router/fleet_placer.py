@@ -254,6 +254,7 @@ class FleetPlacer:
 
     def keep_only(self, processes: Collection[Process]) -> None:
         """Everybody else is gone."""
+        self._assumptions.keep_only({worker_id for worker_id, _ in processes})
         for process in self._last_chosen.keys() - set(processes):
             del self._last_chosen[process]
         self._adapters.keep_only({worker_id for worker_id, _ in processes})

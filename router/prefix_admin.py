@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from pagewire.errors import FailedPrecondition, InvalidArgument, NotFound, from_rpc_error
-from pagewire.prefix_control import check_salt, check_ttl
+from pagewire.prefix_control import check_adapter_name, check_salt, check_ttl
 from pagewire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, types_pb2
 from pagewire.worker_view import PrefixSource
 from pagewire.worker_view_wire import label_to_proto, prefix_source_to_proto
@@ -76,8 +76,12 @@ class PrefixAdmin(admin_pb2_grpc.AdminServiceServicer):
         elif what == "cache_salt":
             check_salt("cache_salt", request.cache_salt)
             message.cache_salt = request.cache_salt
+        elif what == "adapter_name":
+            check_adapter_name(request.adapter_name)
+            message.adapter_name = request.adapter_name
         else:
-            raise InvalidArgument("what", None, "must be request or cache_salt; ResetPrefixCache forgets everything")
+            limit = "must be request, cache_salt or adapter_name; ResetPrefixCache forgets everything"
+            raise InvalidArgument("what", None, limit)
         answers = await ask(
             self.addressed(request.worker_id), lambda stub: stub.ClearPrefix(message, timeout=ACTION_SECONDS)
         )

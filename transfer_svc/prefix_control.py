@@ -17,7 +17,7 @@ from engine.host import EngineHost
 from engine.request import AdapterId
 from engine.tiers.tier import Tier
 from kvstore.block_store import StoreError
-from kvstore.tier_block import owner_of
+from kvstore.tier_block import Owned
 from pagewire.errors import NotFound, ResourceExhausted, Unavailable
 from pagewire.prefix_control import Holding, Moved, Prefix
 from pagewire.worker_view import PrefixSource
@@ -122,7 +122,12 @@ class WorkerPrefixes:
     async def clear_tenant(self, cache_salt: str) -> int:
         self._end_all(lambda pin: pin.prefix.cache_salt == cache_salt)
         num_blocks = self._cache.forget(lambda block: block.cache_salt == cache_salt)
-        return num_blocks + await self._forget_below(lambda tiers: tiers.clear(owner_of(cache_salt)))
+        return num_blocks + await self._forget_below(lambda tiers: tiers.clear(Owned.by_tenant(cache_salt)))
+
+    async def clear_adapter(self, name: str) -> int:
+        self._end_all(lambda pin: pin.prefix.adapter is not None and pin.prefix.adapter.name == name)
+        num_blocks = self._cache.forget(lambda block: block.adapter == name)
+        return num_blocks + await self._forget_below(lambda tiers: tiers.clear(Owned.by_adapter(name)))
 
     async def bring(self, prefix: Prefix, sources: Sequence[PrefixSource]) -> Moved:
         keys = await self._keys(prefix)
@@ -235,8 +240,8 @@ class WorkerPrefixes:
 
 
 def not_erased(error: StoreError) -> Unavailable:
-    """What this worker had is forgotten, what the fleet shares may not be."""
-    return Unavailable(f"this worker has forgotten its own blocks, but the shared store may still have some: {error}")
+    """Nothing of it is found here any more, but what the fleet shares, or a later process, may still find some."""
+    return Unavailable(f"this worker finds its blocks no more, but not all could be erased, say it again: {error}")
 
 
 def _adapter(prefix: Prefix) -> AdapterId | None:

@@ -38,7 +38,7 @@ def fingerprint(root: bytes, layout_id: str, numerics_class: str, torch_version:
 
     Torch's version is none of it where the native kernels compute all that matters.
     """
-    digest = hashlib.sha256(b"pw-tier-4")
+    digest = hashlib.sha256(b"pw-tier-5")
     torch_part = "" if "/native/" in numerics_class else torch_version
     for part in (root, layout_id.encode(), numerics_class.encode(), torch_part.encode()):
         digest.update(struct.pack("<I", len(part)) + part)

@@ -91,8 +91,14 @@ class DiskSlots:
             view, offset = view[num_bytes:], offset + num_bytes
 
     def erase(self, is_live: Callable[[bytes], bool]) -> None:
+        failed: OSError | None = None
         for slot in [slot for slot, key in self._sealed.items() if not is_live(key)]:
-            self._unseal(slot)
+            try:
+                self._unseal(slot)
+            except OSError as error:  # it stays among those that are to be erased; the others are all the same
+                failed = error
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -21,10 +21,10 @@ from engine.tiers.store_tier import StoreTier
 from engine.tiers.tier import Tier, TierName
 from engine.tiers.write_back import WriteBack
 from engine.transfer.block_io import BlockIo
-from kvstore.block_store import BlockStore
+from kvstore.block_store import BlockStore, StoreError
 from kvstore.events import CacheEvent
 from kvstore.events import Tier as TierOfIndex
-from kvstore.tier_block import Entry
+from kvstore.tier_block import Entry, Owned
 from kvstore.tier_chain import TierChain
 
 logger = logging.getLogger(__name__)
@@ -204,23 +204,30 @@ class KvTiers:
         """A step computed so many tokens of prompts: what loading is weighed against."""
         self.prefill.observe(num_tokens, seconds)
 
-    def clear(self, owner: bytes | None = None) -> int:
-        """Forgets everything, or everything of one tenant (`owner_of`); returns how many blocks. May wait for a disk.
+    def clear(self, owned: Owned | None = None) -> int:
+        """Forgets everything, or everything of one tenant or adapter; returns how many blocks. May wait for a disk.
 
         Afterwards no later process finds it either. Loads under way still end. In the shared store it is erased for
-        the whole fleet; raises StoreError if that cannot be done, after all the rest was.
+        the whole fleet. Raises StoreError if that or a disk has failed, after all the rest was done.
         """
-        return self._forget([(tier, tier.clear(owner)) for tier in self.tiers], Doomed(owner=owner))
+        return self._forget([(tier, tier.clear(owned)) for tier in self.tiers], Doomed(owned=owned))
 
     def forget(self, key: bytes, *, in_store: bool = True) -> int:
         """Forgets the block and all that come after it, in every tier and unless spared in the store; as `clear`."""
         return self._forget([(tier, tier.forget(key)) for tier in self.tiers], Doomed(first=key) if in_store else None)
 
     def _forget(self, forgotten: Sequence[tuple[Tier, Sequence[Entry]]], doomed: Doomed | None) -> int:
-        for erased in [writer.erase() for writer in self._writers]:
-            erased.result(_ERASE_SECONDS)
+        erasing, failed = [writer.erase() for writer in self._writers], list[str]()
+        for (tier, _), erased in zip(forgotten, erasing, strict=True):
+            try:
+                erased.result(_ERASE_SECONDS)
+            except OSError as error:  # one of them is a TimeoutError
+                failed.append(f"tier {tier.name}: {error or 'it takes too long'}")
         num_blocks = sum(len(entries) for _, entries in forgotten)
-        return num_blocks + (0 if self.store is None or doomed is None else self.store.erase(doomed))
+        num_blocks += 0 if self.store is None or doomed is None else self.store.erase(doomed)
+        if failed:
+            raise StoreError("; ".join(failed))
+        return num_blocks
 
     def take_events(self) -> list[CacheEvent]:
         """What changed since the last call."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from engine.tiers.store_access import StoreAccess
 from engine.tiers.store_format import StoreFormat
+from kvstore.tier_block import Owned
 
 _STEP_SECONDS = 10.0
 _KEYS_PER_DELETE = 256
@@ -12,9 +13,9 @@ _KEYS_PER_DELETE = 256
 
 @dataclass(frozen=True, slots=True)
 class Doomed:
-    """A tenant's blocks (`owner`, as `owner_of` has it), a block and all that continue it (`first`), or everything."""
+    """A tenant's or an adapter's blocks (`owned`), a block and all that continue it (`first`), or everything."""
 
-    owner: bytes | None = None
+    owned: Owned | None = None
     first: bytes | None = None
 
 
@@ -30,7 +31,7 @@ async def erase(access: StoreAccess, form: StoreFormat, doomed: Doomed) -> int:
             block = form.block_of(key, head)
             if block is not None and doomed.first is not None:
                 parents[key] = block.parent  # who continues what is known at the end
-            elif block is None or doomed.owner in (None, block.owner):
+            elif block is None or doomed.owned is None or doomed.owned.has(block.owner):
                 keys.append(key)
         num_erased += await _delete(access, keys)
         cursor = page.next_cursor

@@ -240,7 +240,7 @@ class StoreWriter:
         if cached is None:
             return None
         parent = self._chain.parent(key, cached.block.parent, group)
-        owner = owner_of(cached.block.cache_salt)
+        owner = owner_of(cached.block.cache_salt, cached.block.adapter)
         block = TierBlock(wanted.name.key, parent, cached.block.token_ids, owner, group)
         with self._blocks.reading([cached.block_id]) as rows:
             value = self._form.encode(block, rows[0])

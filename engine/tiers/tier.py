@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.events import CacheEvent
 from kvstore.eviction_order import CostOf
-from kvstore.tier_block import Entry, TierBlock
+from kvstore.tier_block import Entry, Owned, TierBlock
 from kvstore.tier_book import TierBook
 
 TierName = Literal["host", "disk"]
@@ -155,9 +155,9 @@ class Tier:
         with self._lock:
             return self._book.forget(key)
 
-    def clear(self, owner: bytes | None = None) -> list[Entry]:
+    def clear(self, owned: Owned | None = None) -> list[Entry]:
         with self._lock:
-            return self._book.clear(owner)
+            return self._book.clear(owned)
 
     def take_events(self) -> list[CacheEvent]:
         with self._lock:

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 MAX_PENDING = 1 << 16
 """Jobs; a block that becomes cached beyond that is not written back."""
 LOG_EVERY_SECONDS = 60.0
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The disk, a quota or the longest file that may be: the tier's file cannot grow."""
 _MAX_PARKED = 1 << 14
 """Blocks that wait for what they hang on: a transfer brings one KV group after the other."""
 
@@ -77,7 +79,7 @@ class WriteBack:
         self._add(partial(self._renew, keys))
 
     def erase(self) -> Future[None]:
-        """Erases what was forgotten, before anything else is written."""
+        """Erases what was forgotten, before anything else is written; the future has the OSError if that failed."""
         erased: Future[None] = Future()
 
         def job() -> None:
@@ -85,7 +87,11 @@ class WriteBack:
                 self._tier.slots.erase(self._tier.holds)
             except OSError as error:
                 self._note_failure(error)
-            finally:
+                erased.set_exception(error)
+            except BaseException as error:  # a bug: whoever waits is to hear of it
+                erased.set_exception(error)
+                raise
+            else:
                 erased.set_result(None)
 
         with self._wake:
@@ -179,7 +185,8 @@ class WriteBack:
         parent = self._chain.parent(key, cached.block.parent, group)
         if self._has_to_wait(parent, key, group):
             return False
-        block = TierBlock(name, parent, cached.block.token_ids, owner_of(cached.block.cache_salt), group)
+        owner = owner_of(cached.block.cache_salt, cached.block.adapter)
+        block = TierBlock(name, parent, cached.block.token_ids, owner, group)
         with self._blocks.reading([cached.block_id]) as rows:
             return self._write(block, rows[0], lambda: self._cache.locate(key, group) == cached)
 
@@ -187,7 +194,8 @@ class WriteBack:
         """From the tier above, which holds still."""
         copy = np.empty(self._blocks.block_bytes, np.uint8)
         above.slots.read(entry, copy)
-        return self._write(entry.block, copy, lambda: checksum_of(copy.data) == entry.checksum)
+        # Forgotten while it was read, it has been forgotten here too: tiers are cleared from fast to slow.
+        return self._write(entry.block, copy, lambda: not entry.is_gone and checksum_of(copy.data) == entry.checksum)
 
     def _write(self, block: TierBlock, source: Bytes, is_right: Callable[[], bool], *, may_shrink: bool = True) -> bool:
         entry = self._tier.begin_store(block, time.monotonic())
@@ -202,7 +210,7 @@ class WriteBack:
             self._tier.slots.seal(entry, checksum)
         except OSError as error:
             self._note_failure(error)
-            if not may_shrink or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not may_shrink or error.errno not in NO_ROOM:
                 self._tier.cancel_store(entry)
                 return False
             self._tier.cannot_grow(entry)

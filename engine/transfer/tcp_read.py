@@ -17,7 +17,7 @@ from engine.transfer.checksum import checksum_at
 from engine.transfer.landing import Landing
 from engine.transfer.plane import BLOCKS_PER_READ, Plane, PlaneUnavailable, RemoteBlock, SharedPoolInfo
 from engine.transfer.shm_vm import check_checksums, check_generations, check_slots
-from engine.transfer.tcp_wire import STALL_SECONDS, answer_seconds, dial, pack_request
+from engine.transfer.tcp_wire import IDLE_SECONDS, STALL_SECONDS, answer_seconds, dial, pack_request
 
 _LOOK_SECONDS = 0.1  # so long a read that was stopped may wait for a silent sender
 
@@ -39,7 +39,7 @@ class TcpReceiver:
         self._tls = tls
         self._lock = threading.Lock()
         self._is_open = True
-        self._idle = [self._dial()]
+        self._idle = [(self._dial(), time.monotonic())]  # and since when, the latest last
 
     def read(self, blocks: Sequence[RemoteBlock], addresses: Sequence[int], landing: Landing | None = None) -> None:
         check_slots(blocks, self._num_slots)
@@ -62,7 +62,7 @@ class TcpReceiver:
         with self._lock:
             self._is_open = False
             idle, self._idle = self._idle, []
-        for connection in idle:
+        for connection, _ in idle:
             connection.close()
 
     def _receive_blocks(
@@ -86,15 +86,18 @@ class TcpReceiver:
         with self._lock:
             if not self._is_open:
                 raise PlaneUnavailable("closed")
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                connection, since = self._idle.pop()
+                if time.monotonic() - since < IDLE_SECONDS / 2:
+                    return connection
+                connection.close()  # the sender is about to hang up on it, or has
         return self._dial()
 
     def _put_back(self, connection: socket.socket, is_idle: bool) -> None:
         """`is_idle`: its last answer was read to the end."""
         with self._lock:
             if is_idle and self._is_open:
-                self._idle.append(connection)
+                self._idle.append((connection, time.monotonic()))
                 return
         connection.close()
 

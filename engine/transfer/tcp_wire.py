@@ -27,6 +27,9 @@ from engine.transfer.plane import BLOCKS_PER_READ, PlaneUnavailable, RemoteBlock
 SECRET_BYTES = 32
 HELLO_SECONDS = 2.0
 STALL_SECONDS = 10.0
+IDLE_SECONDS = 120.0
+"""The sender hangs up on who has asked for nothing for so long, be he frozen or gone without a word; no receiver uses a
+connection again that has been idle for half of it."""
 FLOOR_BYTES_PER_SECOND = 1 << 20  # an answer that comes slower is given up; computing KV again is faster
 _PROOF_BYTES = 32
 _COUNT = struct.Struct("<I")
@@ -119,9 +122,9 @@ def pack_request(blocks: Sequence[RemoteBlock]) -> bytes:
 
 
 def receive_request(connection: socket.socket) -> tuple[list[int], list[int]] | None:
-    """Slots and generations that are asked for; None when the receiver has hung up. It may be silent for ever before,
-    not within. Raises OSError or PlaneUnavailable."""
-    connection.settimeout(None)
+    """Slots and generations that are asked for; None when the receiver has hung up. It may be silent for `IDLE_SECONDS`
+    before, but not within. Raises OSError or PlaneUnavailable."""
+    connection.settimeout(IDLE_SECONDS)
     first = connection.recv(1)
     if not first:
         return None

@@ -662,7 +662,9 @@ class WorkerScore(_message.Message):
     """Sum of the parts, in tokens of prefill work; the lowest of a role is chosen."""
     @_builtins.property
     def parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What the cost is made of: "uncached", "queued", "active", "sequences", "missing", "tiers"."""
+        """What the cost is made of: "uncached", "queued", "active", "sequences", "missing", "tiers", "adapter"; "random" or
+        "last_chosen" under the policies of these names.
+        """
 
     def __init__(
         self,
@@ -889,12 +891,15 @@ class ClearPrefixRequest(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ADAPTER_NAME_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.str
     """Everything of this cache salt; empty: everything without one."""
+    adapter_name: _builtins.str
+    """Everything that any load of this adapter has computed, for all tenants. It need not be loaded any more."""
     first_block: _builtins.int
     """Blocks of the prompt to spare, for example those of a common system prompt."""
     worker_id: _builtins.str
@@ -919,16 +924,17 @@ class ClearPrefixRequest(_message.Message):
         *,
         request: _inference_pb2.GenerateRequest | None = ...,
         cache_salt: _builtins.str = ...,
+        adapter_name: _builtins.str = ...,
         first_block: _builtins.int = ...,
         worker_id: _builtins.str = ...,
         adapter: _types_pb2.AdapterRef | None = ...,
         moved: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "request", b"request", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_name", b"adapter_name", "cache_salt", b"cache_salt", "request", b"request", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "first_block", b"first_block", "moved", b"moved", "request", b"request", "what", b"what", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_name", b"adapter_name", "cache_salt", b"cache_salt", "first_block", b"first_block", "moved", b"moved", "request", b"request", "what", b"what", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["request", "cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["request", "cache_salt", "adapter_name"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 

@@ -173,7 +173,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ClearPrefix(self, request, context):
-        """Forgets a prompt's blocks, or a tenant's, in every tier; what requests use stays.
+        """Forgets a prompt's blocks, a tenant's or an adapter's, in every tier; what requests use stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,7 +56,7 @@ class AdminServiceStub:
     PinPrefix: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinPrefixRequest, _admin_pb2.PinPrefixResponse]
     """Keeps what is cached of a prompt from eviction for a while, or ends that."""
     ClearPrefix: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ClearPrefixRequest, _admin_pb2.ClearPrefixResponse]
-    """Forgets a prompt's blocks, or a tenant's, in every tier; what requests use stays."""
+    """Forgets a prompt's blocks, a tenant's or an adapter's, in every tier; what requests use stays."""
     MovePrefix: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MovePrefixRequest, _admin_pb2.MovePrefixResponse]
     """Brings what a worker has cached of a prompt to another one."""
 
@@ -88,7 +88,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     PinPrefix: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinPrefixRequest, _admin_pb2.PinPrefixResponse]  # type: ignore[assignment]
     """Keeps what is cached of a prompt from eviction for a while, or ends that."""
     ClearPrefix: _aio.UnaryUnaryMultiCallable[_admin_pb2.ClearPrefixRequest, _admin_pb2.ClearPrefixResponse]  # type: ignore[assignment]
-    """Forgets a prompt's blocks, or a tenant's, in every tier; what requests use stays."""
+    """Forgets a prompt's blocks, a tenant's or an adapter's, in every tier; what requests use stays."""
     MovePrefix: _aio.UnaryUnaryMultiCallable[_admin_pb2.MovePrefixRequest, _admin_pb2.MovePrefixResponse]  # type: ignore[assignment]
     """Brings what a worker has cached of a prompt to another one."""
 
@@ -183,7 +183,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ClearPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ClearPrefixResponse, _abc.Awaitable[_admin_pb2.ClearPrefixResponse]]:
-        """Forgets a prompt's blocks, or a tenant's, in every tier; what requests use stays."""
+        """Forgets a prompt's blocks, a tenant's or an adapter's, in every tier; what requests use stays."""
 
     @_abc_1.abstractmethod
     def MovePrefix(

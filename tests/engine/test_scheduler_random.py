@@ -22,7 +22,7 @@ from engine.tiers.tier import Bytes
 from engine.transfer.checksum import checksum
 from kvstore.block_pool import BlockPool
 from kvstore.kv_groups import HeldBlocks, plan_groups
-from kvstore.tier_block import Entry, owner_of
+from kvstore.tier_block import Entry, Owned
 from pagewire.sampling import SamplingParams
 from pagewire.speculative import SpeculativeConfig
 from tests.engine.draft.fake_model import FakeDraftModel
@@ -195,7 +195,7 @@ def _run_workload(
         if rng.random() < (0.5 if num_host_blocks else 0.1):
             harness.cache.reset()
         if harness.tiers is not None and rng.random() < 0.1:
-            harness.tiers.clear(rng.choice([None, owner_of("salt")]))
+            harness.tiers.clear(rng.choice([None, Owned.by_tenant("salt")]))
         seen["adopted"] += request.adopted is not None
         seen["resumed"] += bool(request.choices)
     harness.run_with_release()

@@ -66,7 +66,7 @@ def test_a_row_depends_on_itself_alone() -> None:
 RULES = [
     RoutingRule(3, False),
     RoutingRule(3, False, limit=GroupLimit(4, 2, 1), scale=16.0),
-    RoutingRule(3, True, "sigmoid", torch.linspace(-0.3, 0.3, 12), GroupLimit(3, 2, 2), 2.5),
+    RoutingRule(3, True, "sigmoid", torch.linspace(-0.3, 0.3, 12).view(4, 3).t().flatten(), GroupLimit(3, 2, 2), 2.5),
 ]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.events import CacheEvent
-from kvstore.tier_block import Entry, TierBlock, owner_of
+from kvstore.tier_block import Entry, Owned, TierBlock, owner_of
 from kvstore.tier_book import TierBook
 
 SIZE = 2
@@ -110,8 +110,19 @@ def test_clear_of_one_tenant_leaves_the_others() -> None:
     book = TierBook(4)
     _store(book, _chain("x", 2, salt="a"))
     _store(book, _chain("x", 2, salt="b"))
-    assert len(book.clear(owner_of("a"))) == 2
+    assert len(book.clear(Owned.by_tenant("a"))) == 2
     assert book.ready_keys() == [b"bx0", b"bx1"]
+
+
+def test_an_adapters_blocks_go_together_whoever_asked_for_them() -> None:
+    book = TierBook(8)
+    owners = {b"a": ("s", "style"), b"b": ("", "style"), b"c": ("s", ""), b"d": ("style", "s"), b"e": ("", "")}
+    for key, owner in owners.items():
+        _store(book, [TierBlock(key, None, (1, 1), owner_of(*owner))])
+    assert [entry.block.key for entry in book.clear(Owned.by_adapter("style"))] == [b"a", b"b"]
+    assert [entry.block.key for entry in book.clear(Owned.by_tenant("s"))] == [b"c"]
+    assert [entry.block.key for entry in book.clear(Owned.by_tenant(""))] == [b"e"]
+    assert book.ready_keys() == [b"d"]
 
 
 def test_other_tokens_under_the_same_key_are_no_hit() -> None:
@@ -210,7 +221,7 @@ class _Machine(RuleBasedStateMachine):
 
     @rule(salt=st.sampled_from([None, "", "s"]))
     def clear(self, salt: str | None) -> None:
-        self.book.clear(None if salt is None else owner_of(salt))
+        self.book.clear(None if salt is None else Owned.by_tenant(salt))
         left = {key.startswith(b"s") for key in self.book.ready_keys()}  # True: of tenant "s"
         assert not left if salt is None else (salt == "s") not in left
 

@@ -40,6 +40,30 @@ num_faults()
 print(before, num_faults())
 """
 
+WORKER = """
+import importlib, resource, sys
+from types import SimpleNamespace
+
+def num_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        pieces = [b"x" * (1 << 20) for _ in range(60)]
+        del pieces
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def serve(coroutine):
+    coroutine.close()
+    num_faults()
+    print(num_faults())
+
+main = importlib.import_module(sys.argv[1])
+main.check_before_loading = lambda config: None
+main.load_engine = lambda options: SimpleNamespace(close=lambda: None)
+main.event_loop.run = serve
+options = SimpleNamespace(speculative_config=None, model_copy=lambda update: None)
+main.run(SimpleNamespace(engine=options))
+"""
+
 only_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps it")
 
 
@@ -54,3 +78,11 @@ def test_large_pieces_stay_for_the_next_ones() -> None:
     done = subprocess.run([sys.executable, "-c", KEEPING], capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert after * 20 < before
+
+
+@only_glibc
+@pytest.mark.parametrize("service", ["prefill_svc", "decode_svc"])
+def test_workers_keep_them_while_they_serve(service: str) -> None:
+    """Messages' pieces are freed and wanted again all the time; without a word to glibc that is 60 000 faults here."""
+    done = subprocess.run([sys.executable, "-c", WORKER, f"{service}.main"], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100

@@ -49,6 +49,15 @@ def test_load_is_the_sum_of_the_last_quarter_of_a_second() -> None:
         }
 
 
+def test_names_that_are_never_used_again_are_not_remembered() -> None:
+    assumptions, prompt = Assumptions(), chain(2)
+    for number in range(100):
+        assumptions.note_routed(f"pod-{number}", prompt, float(number))
+        assumptions.keep_only({f"pod-{number}"})
+    assert set(assumptions._index.workers()) == {"pod-99"}
+    assert assumptions.hits(prompt, ["pod-98", "pod-99"], 99.5) == {"pod-98": 0, "pod-99": 2}
+
+
 def test_a_worker_that_died_has_nothing() -> None:
     assumptions, prompt = Assumptions(), chain(3)
     assumptions.note_routed("w", prompt, 0.0, num_tokens=10)

@@ -165,6 +165,13 @@ async def test_what_was_assumed_of_a_process_dies_with_it(world: World) -> None:
     assert (prefill.candidate.worker_id, prefill.num_hit_blocks) == (first, 0)
 
 
+async def test_what_was_assumed_of_a_worker_that_is_gone_is_forgotten(world: World) -> None:
+    world.place()
+    assert world.placer._assumptions._index.workers()
+    world.placer.keep_only([])
+    assert not world.placer._assumptions._index.workers()
+
+
 async def test_round_robin_takes_turns(world: World) -> None:
     placer = world.new_placer(policy="round_robin")
     placed = [world.place(placer=placer) for _ in range(4)]

@@ -116,9 +116,9 @@ async def test_a_reset_that_does_not_reach_the_store_says_so(model):
             await workers.prefill("p0", workers.request(PROMPT, PARAMS))
             lose(workers["p0"])
             server.kill()
-            with pytest.raises(Unavailable, match="the shared store may still have some: the store at redis://"):
+            with pytest.raises(Unavailable, match="not all could be erased, say it again: the store at redis://"):
                 await workers["p0"].worker.reset_prefix_cache()
-            with pytest.raises(Unavailable, match="the shared store may still have some: the store at redis://"):
+            with pytest.raises(Unavailable, match="not all could be erased, say it again: the store at redis://"):
                 await workers["p0"].worker.prefixes.clear_tenant("a")
 
 
@@ -136,3 +136,15 @@ async def test_the_index_hears_of_tiers_from_an_idle_worker(model):
             await node.worker.reset_prefix_cache()
             await until(lambda: index.lookup_lower(keys) == {} and index.lookup(keys) == {"p0": 0})
             await index.stop()
+
+
+async def test_what_a_tier_has_is_said_before_the_first_step_and_after_a_clear(model, tmp_path):
+    """No step is needed for it: a restarted worker may long be idle, and so may one that an operator clears."""
+    options = {"p0": {"kv_disk_path": str(tmp_path), "kv_disk_size": "4MiB"}}
+    async with fleet(model, ("p0",), options=options) as workers:
+        await workers.prefill("p0", workers.request(PROMPT, PARAMS))
+        lose(workers["p0"])
+    async with fleet(model, ("p0",), options=options) as workers:
+        assert workers["p0"].value("kv_tier_blocks", tier="disk") == 7
+        await workers["p0"].worker.prefixes.clear_tenant("")
+        assert workers["p0"].value("kv_tier_blocks", tier="disk") == 0

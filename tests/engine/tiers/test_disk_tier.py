@@ -1,6 +1,7 @@
 """Blocks on disk outlive the process; whatever happened to it, or to the disk, no wrong byte comes back."""
 
 import errno
+import os
 import random
 import signal
 import subprocess
@@ -16,9 +17,11 @@ import pytest
 
 from engine.tiers.disk_format import FILE_HEADER_BYTES, decode_record, encode_record, record_bytes
 from engine.tiers.disk_slots import DiskSlots
+from engine.tiers.host_slots import HostSlots
 from engine.tiers.tier import Bytes
 from engine.transfer.checksum import checksum
-from kvstore.tier_block import Entry, TierBlock, owner_of
+from kvstore.block_store import StoreError
+from kvstore.tier_block import Entry, Owned, TierBlock, owner_of
 from kvstore.tier_book import TierBook
 from tests.engine.harness import BLOCK_SIZE, Harness, prompt_of
 
@@ -32,11 +35,12 @@ class OffThread(DiskSlots):
     """Says if anybody but the tiers' own threads waits for the disk; the disk may be full after some slots."""
 
     full_at: int = 1 << 30
+    refusal: int = errno.ENOSPC
 
     def write(self, entry: Entry, source: Bytes) -> int:
         self._check_thread()
         if entry.slot >= self.full_at:
-            raise OSError(errno.ENOSPC, "no space left on device")
+            raise OSError(self.refusal, os.strerror(self.refusal))
         return super().write(entry, source)
 
     def read(self, entry: Entry, target: Bytes) -> None:
@@ -49,13 +53,13 @@ class OffThread(DiskSlots):
 
 @contextmanager
 def running(
-    path: Path, model: bytes = MODEL, size: int = SIZE, full_at: int = 1 << 30, **more: int
+    path: Path, model: bytes = MODEL, size: int = SIZE, full_at: int = 1 << 30, refusal: int = errno.ENOSPC, **more: int
 ) -> Iterator[Harness]:
     """A scheduler with a disk tier, checked at the end."""
 
     def make(block_size: int, block_bytes: int) -> DiskSlots:
         slots = OffThread(path, size, model, block_size, block_bytes)
-        slots.full_at = full_at
+        slots.full_at, slots.refusal = full_at, refusal
         return slots
 
     harness = Harness(num_blocks=16, disk=make, **more)
@@ -104,7 +108,7 @@ def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
     with running(tmp_path) as harness:
         assert ask(harness, "b", salt="b") == {}
         assert harness.tiers is not None
-        assert harness.tiers.clear(owner_of("a")) > 0
+        assert harness.tiers.clear(Owned.by_tenant("a")) > 0
         assert ask(harness, "a", salt="a") == {}
 
 
@@ -129,8 +133,9 @@ def test_a_damaged_file_is_never_believed(tmp_path: Path, what: str) -> None:
         assert ask(harness) == {"disk": 20}
 
 
-def test_a_full_disk_keeps_what_it_has_room_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with running(tmp_path, full_at=5) as harness:
+@pytest.mark.parametrize("refusal", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_keeps_what_it_has_room_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, refusal: int) -> None:
+    with running(tmp_path, full_at=5, refusal=refusal) as harness:
         harness.ask("other", 22, max_tokens=1)
         harness.run()
         assert harness.tiers is not None
@@ -167,6 +172,60 @@ def test_what_was_cleared_does_not_come_back(tmp_path: Path) -> None:
         ask(harness)
         assert harness.tiers is not None
         assert harness.tiers.clear() == 6
+    with running(tmp_path) as harness:
+        assert ask(harness) == {}
+
+
+def test_what_is_cleared_on_its_way_from_host_memory_to_the_disk_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go, read = threading.Event(), threading.Event(), HostSlots.read
+
+    def read_slowly(slots: HostSlots, entry: Entry, target: Bytes) -> None:
+        read(slots, entry, target)
+        if threading.current_thread().name == "tier-disk":
+            reading.set()
+            assert go.wait(60)
+
+    with running(tmp_path, num_host_blocks=8, full_at=0, refusal=errno.EIO) as harness:
+        ask(harness, "first", salt="a")  # only host memory keeps it
+        tiers = harness.tiers
+        assert tiers is not None
+        disk, writer = tiers.tiers[1], tiers._writers[1]
+        assert isinstance(disk.slots, OffThread)
+        disk.slots.full_at = 1 << 30
+        monkeypatch.setattr(HostSlots, "read", read_slowly)
+        tiers.note_use(harness.cache.keys_for(PROMPT, "a"))
+        assert reading.wait(60)
+        harness.cache.reset()
+        erase = writer.erase
+        monkeypatch.setattr(writer, "erase", lambda: (go.set(), erase())[1])
+        assert tiers.clear(Owned.by_tenant("a")) == 6
+        assert tiers.quiesce()
+        assert disk.num_ready == 0
+        assert (tmp_path / FILE).read_bytes().count(b"PWKVBLCK") == 0
+
+
+def test_who_clears_is_told_when_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can be erased is, and the next try erases the rest."""
+    broken = [2]
+
+    def unseal(slots: DiskSlots, slot: int) -> None:
+        if slot in broken:
+            raise OSError(errno.EIO, "Input/output error")
+        erase_slot(slots, slot)
+
+    erase_slot = DiskSlots._unseal
+    with running(tmp_path) as harness:
+        ask(harness)
+        assert harness.tiers is not None
+        monkeypatch.setattr(DiskSlots, "_unseal", unseal)
+        with pytest.raises(StoreError, match=r"tier disk: .*Input/output error"):
+            harness.tiers.clear()
+        assert (tmp_path / FILE).read_bytes().count(b"PWKVBLCK") == 1
+        broken.clear()
+        assert harness.tiers.clear() == 0
+        assert (tmp_path / FILE).read_bytes().count(b"PWKVBLCK") == 0
     with running(tmp_path) as harness:
         assert ask(harness) == {}
 

@@ -17,7 +17,7 @@ from engine.tiers.store_format import StoreFormat
 from engine.tiers.store_tier import StoreSettings
 from kvstore.block_store import BlockName, Heads, Stored
 from kvstore.kv_groups import KvGroup, KvGroups
-from kvstore.tier_block import owner_of
+from kvstore.tier_block import Owned
 from kvstore.tier_book import TierBook
 from kvstore.tier_chain import Place
 from tests.engine.harness import Harness, prompt_of
@@ -218,7 +218,7 @@ def test_tenants_and_prompts_are_cleared_in_every_group(build: Callable[..., Har
     before = book_of(harness).num_ready
     assert harness.tiers.forget(harness.cache.keys_for(PROMPT)[4]) > 5 * len(harness.cache.groups)
     assert harness.tiers.tiers[0].depth(harness.cache.keys_for(PROMPT)) == 4
-    harness.tiers.clear(owner_of("s"))
+    harness.tiers.clear(Owned.by_tenant("s"))
     assert book_of(harness).num_ready == 4 * len(harness.cache.groups) < before
     harness.tiers.clear()
     assert book_of(harness).num_ready == 0

@@ -23,7 +23,7 @@ from engine.tiers.store_writer import MAX_PENDING
 from kvstore.block_store import BlockName, BlockStore, Heads, Stored, StoreError
 from kvstore.redis_connection import RedisTarget
 from kvstore.redis_store import RedisBlockStore
-from kvstore.tier_block import owner_of
+from kvstore.tier_block import Owned
 from kvstore.tier_chain import Place, TierChain
 from tests.certificates import make_authority, make_certificate
 from tests.engine.harness import Harness, prompt_of
@@ -502,7 +502,7 @@ def test_a_tenants_blocks_are_erased_for_the_whole_fleet(server: Server) -> None
         for salt in ("a", "b"):
             first.ask_and_run(f"first {salt}", salt=salt)
         assert second.tiers is not None
-        assert second.tiers.clear(owner_of("a")) >= 5
+        assert second.tiers.clear(Owned.by_tenant("a")) >= 5
         assert second.ask_and_run("a", salt="a") == {}
         assert second.ask_and_run("b", salt="b") == {"store": 20}
 
@@ -636,7 +636,7 @@ def test_an_erasure_holds_a_page_at_a_time(server: Server) -> None:
         with redis.Redis(port=server.port, protocol=2) as client:
             client.mset({prefix + number.to_bytes(32, "big"): value for number in range(3000)})
         assert harness.tiers is not None
-        assert harness.tiers.clear(owner_of("nobody")) == 3000, "they are not what their names say"
+        assert harness.tiers.clear(Owned.by_tenant("nobody")) == 3000, "they are not what their names say"
         assert calls.index("delete") < max(i for i, call in enumerate(calls) if call == "heads")
         assert harness.tiers.clear() >= 5
         assert values(server) == []

@@ -398,6 +398,36 @@ def test_connections_are_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("speaks_tls", [False, True])
+def test_who_knows_the_secret_and_asks_for_nothing_keeps_no_place(
+    speaks_tls: bool, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen worker's kernel answers keepalives for it; when it wakes up it dials anew."""
+    monkeypatch.setattr(engine.transfer.tcp_wire, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(engine.transfer.tcp_read, "IDLE_SECONDS", 0.2)
+    mine = files(certificates)
+    settings = TcpSettings(server_tls=mine.watch_context("KV transfers") if speaks_tls else None)
+    with pair(settings) as both:
+        receiver = both.open(mine.client_context if speaks_tls else None)
+        both.read(receiver, [3])
+        until(lambda: not both.server.num_connections)
+        both.read(receiver, [4])
+        assert both.server.num_connections == 1
+
+
+def test_a_receiver_uses_no_connection_that_its_sender_may_be_hanging_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair() as both:
+        receiver = both.open()
+        (old,) = [connection for connection, _ in receiver._idle]
+        monkeypatch.setattr(engine.transfer.tcp_read, "IDLE_SECONDS", 0.0)
+        both.read(receiver, [3])
+        assert old.fileno() < 0
+        monkeypatch.setattr(engine.transfer.tcp_read, "IDLE_SECONDS", 1000.0)
+        (young,) = [connection for connection, _ in receiver._idle]
+        both.read(receiver, [4])
+        assert [connection for connection, _ in receiver._idle] == [young]
+
+
+@pytest.mark.parametrize("speaks_tls", [False, True])
 def test_strangers_hold_no_place_against_who_knows_the_secret(
     speaks_tls: bool, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from tests.kernels.cpu.test_int8 import on
 SHAPES = [  # rows, vocabulary, columns asked about, depth
     (1, 1, 1, 8), (2, 31, 31, 64), (3, 33, 32, 96), (1, 64, 63, 64), (5, 65, 65, 896), (12, 300, 299, 64),
     (13, 129, 129, 96), (33, 1000, 1000, 64), (65, 4099, 4097, 64), (300, 200, 200, 32), (4, 700, 699, 896),
+    (3, 700, 699, 288),  # of 128 KB 7 panels of bfloat16, 3 of float32: chunks of 6 and 2, since they are whole blocks
 ]  # fmt: skip
 
 
