@@ -23,26 +23,8 @@ print((before - resident()) // 1_000_000)
 """
 
 
-KEEPING = """
+NUM_FAULTS = """
 import resource
-from pagewire.free_memory import keep_free_memory
-
-def num_faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        pieces = [b"x" * (1 << 20) for _ in range(8)]
-        del pieces
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-before = num_faults()
-keep_free_memory()
-num_faults()
-print(before, num_faults())
-"""
-
-WORKER = """
-import importlib, resource, sys
-from types import SimpleNamespace
 
 def num_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -50,6 +32,20 @@ def num_faults():
         pieces = [b"x" * (1 << 20) for _ in range(60)]
         del pieces
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+"""
+
+KEEPING = f"""{NUM_FAULTS}
+from pagewire.free_memory import keep_free_memory
+
+before = num_faults()
+keep_free_memory()
+num_faults()
+print(before, num_faults())
+"""
+
+WORKER = f"""{NUM_FAULTS}
+import importlib, sys
+from types import SimpleNamespace
 
 def serve(coroutine):
     coroutine.close()
