@@ -70,7 +70,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         outbox = Outbox()
         engine_request, source, job = self._translate(request)
         self._worker.submit(
-            engine_request, source, outbox, 0, prefix_sources=job.prefix_sources, timeout=job.timeout_seconds
+            engine_request,
+            source,
+            outbox,
+            0,
+            prefix_sources=job.prefix_sources,
+            num_expected_tokens=job.num_expected_tokens,
+            timeout=job.timeout_seconds,
         )
         try:
             async with aclosing(outbox.outputs()) as outputs:
@@ -106,6 +112,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 outbox,
                 start.handle,
                 prefix_sources=job.prefix_sources,
+                num_expected_tokens=job.num_expected_tokens,
                 timeout=job.timeout_seconds,
             )
             running[start.handle] = request.request_id

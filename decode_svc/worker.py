@@ -64,15 +64,18 @@ class DecodeWorker(KvWorker):
         handle: int,
         *,
         prefix_sources: Sequence[PrefixSource] = (),
+        num_expected_tokens: int = 0,
         timeout: float | None = None,
     ) -> None:
         """Admits a request or refuses it at once (PagewireError). Everything after that goes through the outbox.
 
-        `prefix_sources` are said to hold leading blocks of it, for when the ticket's worker doesn't bring them. It
-        fails with DEADLINE_EXCEEDED if it has not ended after `timeout` seconds, whatever its state.
+        `prefix_sources` are said to hold leading blocks of it, for when the ticket's worker doesn't bring them.
+        `num_expected_tokens`: as many leading ones the router thinks are there or can be fetched, beside what a ticket
+        brings. It fails with DEADLINE_EXCEEDED if it has not ended after `timeout` seconds, whatever its state.
         """
         try:
-            self._admit(request)
+            num_tokens = len(shared_token_ids(request))
+            self._admit(request, num_tokens, num_expected_tokens if source is None else num_tokens)
         except PagewireError as error:
             self.metrics.rejected(error.rejection)
             raise
@@ -93,14 +96,14 @@ class DecodeWorker(KvWorker):
             outbox.flush()
         self._host.announce()
 
-    def _admit(self, request: EngineRequest) -> None:
+    def _admit(self, request: EngineRequest, num_tokens: int, num_expected_tokens: int) -> None:
         if request.request_id in self._requests:
             raise duplicate_request(request.request_id)
         try:
             self._host.engine.check(request)
         except RequestRefused as error:
             raise refused(error) from None
-        self._queue.enter(request.request_id, len(shared_token_ids(request)), request.tenant)
+        self._queue.enter(request.request_id, num_tokens, request.tenant, num_expected_tokens=num_expected_tokens)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request in whatever state it is and frees everything; unknown ids are fine."""

@@ -201,11 +201,14 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy the engine is; units as in WorkerLoad. The adapters' names are sorted."""
+    """How busy the engine is; units as in WorkerLoad. The adapters' names are sorted.
+
+    `num_tokens_to_compute` are those of requests that have run already: what the others need, their first look-up says.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
-    num_queued_tokens: int = 0
+    num_tokens_to_compute: int = 0
     num_free_blocks: int = 0
     num_blocks: int = 0
     running_adapters: tuple[str, ...] = ()

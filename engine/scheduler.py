@@ -99,11 +99,12 @@ class Scheduler:
     def load(self) -> EngineLoad:
         """How busy this engine is now."""
         waiting, running = self._queues.waiting, self._queues.running
-        prefilling = [seq for seq in running if seq.num_remaining_tokens > 1]
+        begun = [seq for seq in running if seq.num_remaining_tokens > 1]
+        begun += [seq for seq in waiting if self._queues.requests[seq.request_id].admitted]
         return EngineLoad(
             num_running=len(running),
             num_waiting=len(waiting),
-            num_queued_tokens=sum(seq.num_remaining_tokens for seq in (*waiting, *prefilling)),
+            num_tokens_to_compute=sum(seq.num_remaining_tokens for seq in begun),
             num_free_blocks=self._cache.num_free,
             num_blocks=self._cache.num_blocks,
             running_adapters=names_of_adapters(running) if self.config.max_loras else (),

@@ -17,7 +17,8 @@ class AdmissionQueue:
         self.draining = False
         self._requests = TenantShares(max_requests)
         self._tokens = TenantShares(max_tokens)
-        self._waiting: dict[str, tuple[str, int]] = {}
+        self._waiting: dict[str, tuple[str, int, int]] = {}
+        self._num_expected_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -27,13 +28,20 @@ class AdmissionQueue:
         """Prompt tokens that wait."""
         return self._tokens.total
 
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """Those of them that are not expected to be there when their request starts."""
+        return self._tokens.total - self._num_expected_tokens
+
     def by_tenant(self) -> tuple[TenantQueueSnapshot, ...]:
         """What waits, of each tenant that has something."""
         held = self._requests.by_tenant()
         return tuple(TenantQueueSnapshot(name, held[name], self._tokens.held(name)) for name in sorted(held))
 
-    def enter(self, request_id: str, num_tokens: int, tenant: str = "") -> None:
+    def enter(self, request_id: str, num_tokens: int, tenant: str = "", *, num_expected_tokens: int = 0) -> None:
         """Takes a place; raises Unavailable while draining and ResourceExhausted when full.
+
+        Of its tokens, `num_expected_tokens` will probably be cached or come from elsewhere; one is always computed.
 
         A request longer than `max_tokens` gets in when nobody waits, else it could never run.
         """
@@ -53,14 +61,17 @@ class AdmissionQueue:
                 f"max_queued_tokens is {self._tokens.limit}; {self._tokens.held(tenant)} are this tenant's",
                 subject="max_queued_tokens",
             )
-        self._waiting[request_id] = tenant, num_tokens
+        num_expected_tokens = max(0, min(num_expected_tokens, num_tokens - 1))
+        self._waiting[request_id] = tenant, num_tokens, num_expected_tokens
+        self._num_expected_tokens += num_expected_tokens
         self._requests.take(tenant)
         self._tokens.take(tenant, num_tokens)
 
     def leave(self, request_id: str) -> None:
         """It started or ended; unknown ids are fine."""
         if (place := self._waiting.pop(request_id, None)) is not None:
-            tenant, num_tokens = place
+            tenant, num_tokens, num_expected_tokens = place
+            self._num_expected_tokens -= num_expected_tokens
             self._requests.give_back(tenant)
             self._tokens.give_back(tenant, num_tokens)
 

@@ -45,6 +45,7 @@ class Job:
     trace_id: str = ""
     timeout_seconds: float | None = None
     prefix_sources: tuple[PrefixSource, ...] = ()
+    num_expected_tokens: int = 0
     adapter: AdapterLabel | None = None
 
 
@@ -117,6 +118,7 @@ def job_from_proto(message: types_pb2.WorkerRequest, worker: WorkerDescription) 
         trace_id=trace_id(message.traceparent),
         timeout_seconds=message.timeout_ms / 1000 if message.timeout_ms else None,
         prefix_sources=request_sources_from_proto(message, worker),
+        num_expected_tokens=message.num_expected_tokens,
         adapter=_adapter(message),
     )
 

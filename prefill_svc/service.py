@@ -39,7 +39,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             adapter=self._worker.adapters.find(job.adapter),
         )
         stream = self._worker.prefill(
-            engine_request, hand_off=request.hand_off, sources=job.prefix_sources, router_id=request.router_id
+            engine_request,
+            hand_off=request.hand_off,
+            sources=job.prefix_sources,
+            router_id=request.router_id,
+            num_expected_tokens=job.num_expected_tokens,
         )
         try:
             yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.PrefillAccepted(ticket=stream.ticket))

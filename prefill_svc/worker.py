@@ -50,17 +50,24 @@ class PrefillWorker(KvWorker):
     # --- requests ---
 
     def prefill(
-        self, request: EngineRequest, *, hand_off: bool, sources: Sequence[PrefixSource] = (), router_id: str = ""
+        self,
+        request: EngineRequest,
+        *,
+        hand_off: bool,
+        sources: Sequence[PrefixSource] = (),
+        router_id: str = "",
+        num_expected_tokens: int = 0,
     ) -> PrefillStream:
         """Admits a request or refuses it at once. The caller calls `cancel` when its stream ends, however it ends.
 
         `sources` are said to hold leading blocks of it; what is fetched from them need not be computed. `router_id`:
-        whose request it is.
+        whose request it is. `num_expected_tokens`: as many leading ones the router thinks are there or can be fetched.
         """
         try:
             if request.request_id in self._streams:
                 raise duplicate_request(request.request_id)
-            self._queue.enter(request.request_id, len(request.prompt_token_ids), request.tenant)
+            num_tokens = len(request.prompt_token_ids)
+            self._queue.enter(request.request_id, num_tokens, request.tenant, num_expected_tokens=num_expected_tokens)
         except PagewireError as error:
             self.metrics.rejected(error.rejection)
             raise

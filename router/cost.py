@@ -94,6 +94,12 @@ def fetchable_tokens(candidate: Candidate, num_prompt_tokens: int) -> dict[str, 
     return found
 
 
+def tokens_to_compute(candidate: Candidate, num_prompt_tokens: int) -> int:
+    """Those of `uncached_tokens` that no other worker holds."""
+    fetchable = fetchable_tokens(candidate, num_prompt_tokens)
+    return uncached_tokens(candidate, num_prompt_tokens) - sum(fetchable.values())
+
+
 def prefill_cost(candidate: Candidate, size: RequestSize, weights: Weights) -> dict[str, float]:
     """Tokens to compute before the first token is there: those of this prompt and those that wait before it."""
     fetchable = fetchable_tokens(candidate, size.num_prompt_tokens)

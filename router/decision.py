@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pagewire.worker_view import PrefixSource
-from router.cost import Candidate, RequestSize
+from router.cost import Candidate, RequestSize, tokens_to_compute
 from router.placement import Placement, Worker
 from router.policy import Choice, Plan
 
@@ -44,6 +44,7 @@ def placement(planned: Plan, case: Case, sources: tuple[PrefixSource, ...]) -> P
         num_best_tokens=max(
             hit_tokens(case.indexed.get(each.worker_id, 0), each) for each in case.candidates if each.alive
         ),
+        num_expected_tokens=num_tokens - tokens_to_compute(prefills.candidate, num_tokens),
         prefix_sources=sources,
     )
 

@@ -13,7 +13,7 @@ from kvstore.routed_stream import Routed
 from pagewire.worker_view import AdapterLabel, PrefixSource
 from router.adapters import AdapterDirectory
 from router.assumptions import Assumptions
-from router.cost import Candidate, Process, RequestSize, uncached_tokens
+from router.cost import Candidate, Process, RequestSize, tokens_to_compute
 from router.decision import Case, placement
 from router.explanation import Explanation, explain
 from router.fleet import Fleet, FleetWorker
@@ -228,7 +228,7 @@ class FleetPlacer:
             candidate.worker_id,
             candidate.description.incarnation,
             tuple(case.keys.get(candidate.description.fingerprint.root, ())) if self._policy in _BY_PREFIX else (),
-            num_tokens=uncached_tokens(candidate, case.size.num_prompt_tokens) if computes else 0,
+            num_tokens=tokens_to_compute(candidate, case.size.num_prompt_tokens) if computes else 0,
             num_sequences=case.size.num_choices,
         )
         self._assume(routed, now)

@@ -16,7 +16,6 @@ import grpc
 
 from pagewire.errors import KV_LOAD_FAILED, PagewireError, Unavailable
 from pagewire.trace import log_fields, trace_id
-from pagewire.worker_view import PrefixSource
 from router.continuation import demand, needs_decode
 from router.decode_session import DecodeSession
 from router.failure import Failure
@@ -55,7 +54,7 @@ class Life:
         self._prefill: PrefillRun | None = None  # the newest
         # The decode that runs, or (before P's ticket is there) will.
         self._decode_worker: Worker | None = None
-        self._prefix_sources: tuple[PrefixSource, ...] = ()
+        self._hints: Placement | None = None  # the newest: what workers are told of it
         self._session: DecodeSession | None = None
         self._handle = 0
         self._decode_prefills = False
@@ -107,9 +106,8 @@ class Life:
         return demand(self._call, self._generation.so_far(), lost, may_prefill=may_prefill)
 
     def _start(self, placement: Placement) -> None:
-        self.placement = placement
+        self.placement = self._hints = placement
         self._decode_worker = placement.decode
-        self._prefix_sources = placement.prefix_sources
         if placement.prefill is None:
             self._start_decode(None)
             return
@@ -129,7 +127,7 @@ class Life:
     def _attempt(self) -> WorkerCall:
         """The call under an id of its own, since two attempts may meet at one worker; with all that is fact."""
         left = max(0.0, self._deadline - self._services.clock()) + DEADLINE_MARGIN_SECONDS
-        choices = self._generation.so_far()
+        choices, hints = self._generation.so_far(), self._hints
         self._num_attempts += 1
         request_id = f"{self._call.request_id}-{self._num_attempts}"
         return replace(
@@ -137,7 +135,8 @@ class Life:
             request_id=request_id,
             choices=choices,
             seconds_left=left,
-            prefix_sources=self._prefix_sources,
+            prefix_sources=() if hints is None else hints.prefix_sources,
+            num_expected_tokens=0 if hints is None else hints.num_expected_tokens,
         )
 
     def log(self, level: int, message: str, **more: object) -> None:
@@ -273,7 +272,7 @@ class Life:
         if run is not None and run.ticket is not None:
             # The ticket lives on: another decode worker attaches to it.
             self._decode_worker = placement.decode
-            self._prefix_sources = placement.prefix_sources
+            self._hints = placement
             self._start_decode(run.use_ticket())
         elif (
             failure.was_prefill

@@ -33,7 +33,8 @@ class Placement:
     Prompt tokens: `num_hit_tokens` is what whoever prefills has cached according to the index, `num_device_tokens`
     those of them on its device (what lies below it may find dearer to load than to compute), `num_assumed_tokens` what
     it has or will have if this router's (or another's) last decisions count too, `num_best_tokens` the most that any
-    live worker has.
+    live worker has, `num_expected_tokens` what the policy thinks need not be computed: those assumed and what can be
+    fetched.
     """
 
     prefill: Worker | None
@@ -42,6 +43,7 @@ class Placement:
     num_assumed_tokens: int = 0
     num_best_tokens: int = 0
     num_device_tokens: int = 0
+    num_expected_tokens: int = 0
     prefix_sources: tuple[PrefixSource, ...] = ()
 
 

@@ -112,6 +112,7 @@ class WorkerCall:
     seconds_left: float | None = None
     choices: Mapping[int, "ChoiceSoFar"] = field(default_factory=dict)
     prefix_sources: tuple[PrefixSource, ...] = ()
+    num_expected_tokens: int = 0
     adapter: AdapterLabel | None = None
     # For placing it; workers are not told.
     keys: PromptKeys | None = None

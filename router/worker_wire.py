@@ -21,6 +21,7 @@ def worker_request(call: WorkerCall) -> types_pb2.WorkerRequest:
         priority=call.priority,
         tenant=call.tenant,
         traceparent=call.traceparent,
+        num_expected_tokens=call.num_expected_tokens,
     )
     if call.seconds_left is not None:
         # 0 would mean no deadline.

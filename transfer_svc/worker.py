@@ -233,7 +233,7 @@ class KvWorker(ABC):
         return LoadSnapshot(
             num_running=load.num_running,
             num_waiting=max(load.num_waiting, len(self._queue)),
-            num_queued_tokens=max(load.num_queued_tokens, self._queue.num_tokens),
+            num_queued_tokens=load.num_tokens_to_compute + self._queue.num_tokens_to_compute,
             num_free_blocks=self._host.kv_cache.free_capacity,
             num_held_blocks=self._host.kv_cache.share_of_capacity(self.leases.num_held_blocks),
             draining=self._queue.draining,

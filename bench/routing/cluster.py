@@ -101,6 +101,7 @@ class Cluster:
             placement = placer.place(demand)
             assert placement.prefill is not None
             request.decode = by_name[placement.decode.worker_id]
+            request.num_expected_tokens = placement.num_expected_tokens
             sources = [by_name[each.worker_id] for each in placement.prefix_sources]
             by_name[placement.prefill.worker_id].add(request, sources)
 

@@ -56,6 +56,7 @@ class Request:
     decode: "Decode | None" = None
     first_token: float = 0.0
     num_hit_blocks: int = 0
+    num_expected_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -157,8 +158,8 @@ class Prefill(Worker):
         self._running: dict[int, Request] = {}
 
     def load(self) -> LoadSnapshot:
-        """As the engine counts: a waiting prompt in full, for nobody has looked up yet what it has of it."""
-        queued = sum(each.num_prompt_tokens for each in self._queue)
+        """As a worker counts: of a waiting prompt what the router expects."""
+        queued = sum(each.num_prompt_tokens - each.num_expected_tokens for each in self._queue)
         queued += sum(each.num_uncached_tokens for each in self._running.values())
         return LoadSnapshot(
             num_running=len(self._running),

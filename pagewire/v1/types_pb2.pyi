@@ -526,6 +526,7 @@ class WorkerRequest(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCES_FIELD_NUMBER: _builtins.int
+    NUM_EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per attempt; made by the router, never by the client."""
     model: _builtins.str
@@ -545,6 +546,10 @@ class WorkerRequest(_message.Message):
     timeout_ms: _builtins.int
     """Time the request had left when this was sent, in milliseconds: a worker that still has it then gives it up, should
     nobody be left to cancel it. Relative, since clocks differ. 0: no deadline.
+    """
+    num_expected_tokens: _builtins.int
+    """Leading tokens of the prompt (and output so far) that the router expects its worker not to have to compute: they are
+    cached, soon will be, or can be fetched. A hint: it only keeps them out of the load that the worker reports.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -588,10 +593,11 @@ class WorkerRequest(_message.Message):
         pooling: _builtins.bool = ...,
         timeout_ms: _builtins.int = ...,
         prefix_sources: _abc.Iterable[Global___PrefixSource] | None = ...,
+        num_expected_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "choices", b"choices", "media", b"media", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prefix_sources", b"prefix_sources", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "choices", b"choices", "media", b"media", "model", b"model", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prefix_sources", b"prefix_sources", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -865,7 +871,7 @@ class WorkerLoad(_message.Message):
     num_waiting: _builtins.int
     """Requests that wait."""
     num_queued_tokens: _builtins.int
-    """Prompt tokens not computed yet, of running and waiting requests."""
+    """Prompt tokens still to compute, of running and waiting requests; of the latter as the router expects it."""
     num_free_blocks: _builtins.int
     """Blocks nobody references (cached or not)."""
     num_held_blocks: _builtins.int

@@ -182,14 +182,14 @@ def test_a_sampling_error_fails_its_request_alone() -> None:
     harness.check_idle()
 
 
-def test_the_load_counts_what_runs_waits_and_is_still_to_prefill() -> None:
+def test_the_load_counts_what_runs_waits_and_is_still_to_prefill_of_what_has_begun() -> None:
     harness = Harness(max_num_batched_tokens=8, max_num_seqs=2, num_blocks=16)
     assert harness.scheduler.load() == EngineLoad(0, 0, 0, 16, 16)
     for name in "abc":
         harness.ask(name, 10, max_tokens=5, ignore_eos=True)
-    assert harness.scheduler.load() == EngineLoad(0, 3, 30, 16, 16)
-    assert harness.step().load == EngineLoad(2, 1, 6 + 6 + 10, 14, 16)
+    assert harness.scheduler.load() == EngineLoad(0, 3, 0, 16, 16)
+    assert harness.step().load == EngineLoad(2, 1, 6 + 6, 14, 16)
     harness.step()
-    assert harness.step().load == EngineLoad(2, 1, 10, 10, 16)
+    assert harness.step().load == EngineLoad(2, 1, 0, 10, 16)
     harness.run()
     assert harness.scheduler.load() == EngineLoad(0, 0, 0, 16, 16)

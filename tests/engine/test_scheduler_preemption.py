@@ -15,7 +15,7 @@ def test_the_latest_gives_way_and_loses_no_token() -> None:
         harness.step()
     first_to_wait = {seq.request_id for seq in harness.scheduler._queues.waiting}
     assert first_to_wait == {"c"}
-    assert harness.scheduler.load().num_queued_tokens == 8 + len(harness.tokens["c", 0])
+    assert harness.scheduler.load().num_tokens_to_compute == 8 + len(harness.tokens["c", 0])
     harness.run()
     harness.check_outputs()
     assert "c" in harness.cached

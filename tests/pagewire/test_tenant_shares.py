@@ -81,3 +81,16 @@ def test_tokens_are_shared_likewise() -> None:
     queue.enter("B0", 50, "B")
     with pytest.raises(ResourceExhausted):
         queue.enter("B1", 1, "B")
+
+
+def test_what_is_expected_to_be_cached_is_not_to_compute() -> None:
+    queue = AdmissionQueue(4, 100)
+    for name, num_expected in (("part", 7), ("all", 10), ("more than it has", 99), ("nonsense", -5)):
+        queue.enter(name, 10, num_expected_tokens=num_expected)
+    assert (queue.num_tokens, queue.num_tokens_to_compute) == (40, 3 + 1 + 1 + 10)
+    queue.leave("all")
+    queue.leave("all")
+    assert queue.num_tokens_to_compute == 3 + 1 + 10
+    for name in ("part", "more than it has", "nonsense"):
+        queue.leave(name)
+    assert queue.num_tokens == queue.num_tokens_to_compute == 0

@@ -200,6 +200,29 @@ async def test_the_queue_is_bounded(model):
             assert [event async for event in call][-1].HasField("first_tokens")
 
 
+async def test_the_load_is_what_is_to_be_computed(model):
+    """Of a prompt that waits as the router expects it, of one that runs as it is: cached tokens are no load."""
+    prompt = random_prompt(21, 1)
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 8}
+    async with cluster(model, prefill_options=options) as workers:
+        worker = workers.prefill.worker
+        await workers.prefill_all(workers.request(prompt, greedy(4)), hand_off=False)
+        gate = Gate(workers.prefill_engine)
+        calls = []
+        for seed, num_expected in ((0, 20), (2, 20), (3, 0), (4, 1 << 31)):
+            asked = workers.request(prompt + random_prompt(20, seed), greedy(4), num_expected_tokens=num_expected)
+            calls.append(aiter(prefill(workers, asked, hand_off=False)))
+            await anext(calls[-1])
+        assert worker.load().num_queued_tokens == 21 + 21 + 41 + 1
+        gate.let()
+        await until(lambda: worker.load().num_running == 1)
+        assert worker.load().num_queued_tokens == 13 + 21 + 41 + 1, "the first one's hit and its first 8 tokens"
+        gate.open()
+        for call in calls:
+            assert [event async for event in call][-1].first_tokens.num_cached_tokens == 20
+        assert worker.load().num_queued_tokens == 0
+
+
 async def test_request_ids_are_unique(model):
     async with cluster(model) as workers:
         gate = Gate(workers.prefill_engine)

@@ -48,7 +48,8 @@ class StaticPlacer:
         if not decodes:
             raise NoWorker("no decode worker is alive", avoided=bool(alive))
         prefills = [p.worker for p in self.prefills if p.worker_id not in self.lost and p.worker.process not in avoid]
-        return Placement(prefills[0] if prefills and demand.prefill else None, decodes[0])
+        prefill = prefills[0] if prefills and demand.prefill else None
+        return Placement(prefill, decodes[0], num_expected_tokens=len(demand.prompt_token_ids) - 1)
 
     def explain(self, demand: Demand, open_breakers: Set[tuple[str, int]] = frozenset()) -> Explanation:
         raise NotImplementedError("it has no reasons")

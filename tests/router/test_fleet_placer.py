@@ -293,6 +293,15 @@ async def test_a_placement_says_what_it_counted_on(world: World) -> None:
     assert second.prefill is not None
     assert second.prefill.worker_id == "p1"
     assert (second.num_hit_tokens, second.num_assumed_tokens, second.num_best_tokens) == (0, 36, 12)
+    assert (first.num_expected_tokens, second.num_expected_tokens) == (40, 39)
+
+
+async def test_what_can_be_fetched_is_expected_too_and_no_load(world: World) -> None:
+    world.hold("d0", 7)
+    placer = world.new_placer(may_fetch=True)
+    assert [placer.place(Demand(PROMPT, "", 16, 1)).num_expected_tokens for _ in range(2)] == [28, 40]
+    (load,) = {each.num_tokens for each in placer._assumptions.loads(world.now).values()} - {0}
+    assert load in (13, 14)
 
 
 async def test_every_decision_is_one_line_with_who_why_and_the_costs(

@@ -282,6 +282,13 @@ async def test_workers_are_told_how_long_the_request_has(tmp_path: Path) -> None
     assert 15_000 < decode.requests[1].timeout_ms < 25_000
 
 
+async def test_workers_are_told_what_they_need_not_compute(tmp_path: Path) -> None:
+    prefill, decode = ScriptedPrefill(), ScriptedDecode()
+    async with a_system(tmp_path, prefills=[prefill], decodes=[decode]) as system:
+        await system.generate()
+    assert [each.requests[0].num_expected_tokens for each in (prefill, decode)] == [len(PROMPT) - 1] * 2
+
+
 async def test_too_many_requests_are_refused_with_a_retry_time(tmp_path: Path) -> None:
     decode = ScriptedDecode(script=Script(delay=0.02))
     async with a_system(tmp_path, decodes=[decode], max_concurrent_requests=1) as system:
