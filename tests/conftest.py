@@ -63,6 +63,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Else libraries that count their objects at exit report every one of them as lost."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes (once per session and arguments) a tiny model: `tiny_model("llama", seed=1, num_hidden_layers=2)`."""
