@@ -47,6 +47,13 @@ def redis_server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def own_redis() -> Iterator[Server]:
+    """For a file's own systems: on one server, systems of the same model are one system."""
+    with Server() as server:
+        yield server
+
+
 @pytest.fixture(scope="package")
 def redis_proxy(redis_server: Server) -> Iterator[Proxy]:
     """Everybody's way to Redis."""

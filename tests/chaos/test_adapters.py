@@ -18,11 +18,11 @@ GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
-def adapted(zygote: Zygote, tiny_model: Callable[..., Path], redis_server: Server, tmp_path: Path) -> Iterator[System]:
+def adapted(zygote: Zygote, tiny_model: Callable[..., Path], own_redis: Server, tmp_path: Path) -> Iterator[System]:
     model = tiny_model("llama")
     make_adapter(model, tmp_path / "root" / "style")
     flags = ("--kv-cache-memory-bytes", "800000", "--enable-lora", "--lora-root", str(tmp_path / "root"))
-    with System.forked(zygote, model, tmp_path, *flags, redis_url=redis_server.url) as system:
+    with System.forked(zygote, model, tmp_path, *flags, redis_url=own_redis.url) as system:
         yield system
 
 

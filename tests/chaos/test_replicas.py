@@ -21,10 +21,10 @@ NUM_TOKENS = 4
 
 @pytest.fixture(scope="module")
 def replicas(
-    zygote: Zygote, model: Path, redis_server: Server, tmp_path_factory: pytest.TempPathFactory
+    zygote: Zygote, model: Path, own_redis: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
     """3P1D and two routers with the default policy. Nothing is fetched, so who has a prefix is worth some waiting."""
-    with System(zygote, model, tmp_path_factory.mktemp("replicas"), redis_server.url) as system:
+    with System(zygote, model, tmp_path_factory.mktemp("replicas"), own_redis.url) as system:
         for name in PREFILLS:
             system.add_worker("prefill", name, "--kv-fetch", "off")
         system.add_worker("decode", "d0")

@@ -32,9 +32,9 @@ def store() -> Iterator[Server]:
 
 
 @pytest.fixture
-def tiered(zygote: Zygote, model: Path, redis_server: Server, store: Server, tmp_path: Path) -> Iterator[System]:
+def tiered(zygote: Zygote, model: Path, own_redis: Server, store: Server, tmp_path: Path) -> Iterator[System]:
     """2P2D with every tier, each too small for the load, and two routers, one of which sends turns anywhere."""
-    with System(zygote, model, tmp_path, redis_server.url) as system:
+    with System(zygote, model, tmp_path, own_redis.url) as system:
         for role, name in zip(("prefill", "prefill", "decode", "decode"), WORKERS, strict=True):
             system.add_worker(
                 role, name, "--kv-cache-memory-bytes", "400000", "--kv-offloading-size", "200KiB",
@@ -112,7 +112,7 @@ class Faults:
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 async def test_whatever_happens_below_the_device_no_token_is_wrong(
-    tiered: System, redis_server: Server, store: Server, oracle: Oracle
+    tiered: System, own_redis: Server, store: Server, oracle: Oracle
 ) -> None:
     """Workers are killed while they write, fetch and load; a disk is found again by the next process; one tenant, or
     everything, is cleared meanwhile; Redis and the store forget. Afterwards the index is what the workers hold."""
@@ -128,14 +128,14 @@ async def test_whatever_happens_below_the_device_no_token_is_wrong(
             counts["requests"] += 1
             counts["hits"] += got.num_cached_tokens > 0
 
-    faults = Faults(tiered, redis_server, store, rng)
+    faults = Faults(tiered, own_redis, store, rng)
     async with AsyncClient(tiered["r0"].endpoint) as first, AsyncClient(tiered["r1"].endpoint) as second:
         asking = [ask(client, random.Random(i)) for i, client in enumerate((first, second, first, second))]
         await asyncio.gather(faults.until(end), *asking)
     print(counts, faults.done)
     await asyncio.to_thread(tiered.restore)
     deadline = time.monotonic() + 60
-    while left := await asyncio.to_thread(faults_of, tiered, redis_server):
+    while left := await asyncio.to_thread(faults_of, tiered, own_redis):
         assert time.monotonic() < deadline, left
         await asyncio.sleep(0.2)
     assert counts["requests"] > 20
