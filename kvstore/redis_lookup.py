@@ -1,18 +1,17 @@
 """A lookup answered by Redis itself: a search on the server, one round trip, a budget, and a pause after a failure."""
 
 import asyncio
-import hashlib
 import logging
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError
 
 from kvstore.background import within
-from kvstore.redis_connection import CONNECTION_ERRORS, result
+from kvstore.redis_connection import CONNECTION_ERRORS
 from kvstore.redis_keys import RedisKeys, index_keys
+from kvstore.redis_script import RedisScript
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 # if not. The others begin with the first key: most workers have nothing of a prompt.
 # KEYS: the workers' hashes. ARGV: name of their sets up to "<id>:<incarnation>", the 16-byte keys in one piece, the
 # guesses as u32 in one piece, where in a hash's name its id begins.
-_SCRIPT = """
+_SCRIPT = RedisScript("""
 local call, sub, floor, unpack_u32 = redis.call, string.sub, math.floor, struct.unpack
 local blob, num_keys = ARGV[2], #ARGV[2] / 16
 local depths = {}
@@ -46,8 +45,7 @@ for w = 1, #KEYS do
   depths[w] = low
 end
 return depths
-"""
-_SCRIPT_SHA = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
+""")
 
 _PAUSE_SECONDS = 1.0
 
@@ -74,21 +72,14 @@ class DirectLookup:
         if not worker_ids or not keys:
             return dict.fromkeys(worker_ids, 0)
         hash_prefix = names.worker("")
-        arguments: list[Any] = [*(hash_prefix + worker_id for worker_id in worker_ids), names.blocks_prefix]
         expected = [min(guesses.get(worker_id, 0), len(keys)) for worker_id in worker_ids]
-        arguments += [b"".join(index_keys(keys)), struct.pack(f"<{len(expected)}I", *expected)]
-        arguments.append(len(hash_prefix.encode()) + 1)
+        arguments: list[Any] = [names.blocks_prefix, b"".join(index_keys(keys))]
+        arguments += [struct.pack(f"<{len(expected)}I", *expected), len(hash_prefix.encode()) + 1]
+        hashes = [hash_prefix + worker_id for worker_id in worker_ids]
         try:
-            depths = await within(self._timeout, self._run(redis, len(worker_ids), arguments))
+            depths = await within(self._timeout, _SCRIPT.run(redis, hashes, arguments))
         except CONNECTION_ERRORS as error:
             logger.debug("no direct lookup for %g s: %r", _PAUSE_SECONDS, error)
             self._paused_until = asyncio.get_running_loop().time() + _PAUSE_SECONDS
             return None
         return dict(zip(worker_ids, map(int, depths), strict=True))
-
-    @staticmethod
-    async def _run(redis: Redis, num_workers: int, arguments: list[Any]) -> Any:
-        try:
-            return await result(redis.evalsha(_SCRIPT_SHA, num_workers, *arguments))
-        except NoScriptError:
-            return await result(redis.eval(_SCRIPT, num_workers, *arguments))
