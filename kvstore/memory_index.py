@@ -183,17 +183,22 @@ class MemoryIndex:
         for key in keys:
             blocks.add(key)
             holders[key] = holders.get(key, 0) | bit
-        self._sweep(len(blocks) - num_before)
+        if self._garbage:
+            self._sweep(len(blocks) - num_before)
 
     def remove(self, worker_id: str, keys: Iterable[bytes]) -> None:
         """The worker no longer holds these 16-byte keys."""
-        bit, blocks = self._bits[worker_id], self._blocks[worker_id]
+        bit, blocks, holders = self._bits[worker_id], self._blocks[worker_id], self._holders
         num_before = len(blocks)
         for key in keys:
             if key in blocks:
                 blocks.remove(key)
-                self._drop(key, bit)
-        self._sweep(num_before - len(blocks))
+                if holders[key] == bit:  # nobody else has it
+                    del holders[key]
+                else:
+                    holders[key] &= ~bit
+        if self._garbage:
+            self._sweep(num_before - len(blocks))
 
     def clear(self, worker_id: str) -> None:
         """The worker holds nothing any more. Takes no longer for many blocks than for few."""

@@ -61,6 +61,9 @@ def split_keys(blob: bytes) -> tuple[bytes, ...]:
     return tuple([blob[i : i + INDEX_KEY_BYTES] for i in range(0, len(blob), INDEX_KEY_BYTES)])
 
 
+_REPLACED = (b"worker", b"incarnation", b"generation", b"seq", b"group", b"tier", b"removed", b"stored")
+
+
 class BlockEvent(NamedTuple):
     """One entry of the event stream, complete in itself: who, in which life, the how-manieth, and what changed.
 
@@ -105,8 +108,31 @@ class BlockEvent(NamedTuple):
         return fields
 
     @classmethod
+    def from_pairs(cls, pairs: list[bytes]) -> "BlockEvent":
+        """Reads `to_fields` as the stream has it, names and values in turn; ValueError if the entry is not an event.
+
+        In half the time of `from_fields` if it is what a full worker writes: so many stored, so many removed.
+        """
+        if len(pairs) == 2 * len(_REPLACED):
+            a, worker, b, incarnation, c, generation, d, seq, e, group, f, tier, g, removed, h, stored = pairs
+            if (a, b, c, d, e, f, g, h) == _REPLACED:
+                return cls(
+                    worker.decode(),
+                    int(incarnation),
+                    int(generation),
+                    int(seq),
+                    "changed",
+                    False,
+                    split_keys(removed),
+                    split_keys(stored),
+                    int(group),
+                    tier.decode(),
+                )
+        return cls.from_fields(dict(zip(pairs[::2], pairs[1::2], strict=True)))
+
+    @classmethod
     def from_fields(cls, fields: Mapping[bytes, bytes]) -> "BlockEvent":
-        """Reads `to_fields`; ValueError if the entry is not an event."""
+        """The same, in any order."""
         kind: EventKind = "changed"
         if b"registered" in fields:
             kind = "registered"

@@ -175,6 +175,30 @@ def test_c9_events_say_everything_about_themselves() -> None:
         split_keys(b"x" * 17)
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        BlockEvent("w", 2**64 - 1, 3, 4, removed=(A,), stored=(B, C), group=1, tier="host"),
+        BlockEvent("w", 7, 3, 4, stored=(B, C)),
+        BlockEvent("w", 7, 3, 4, removed=(B, C)),
+        BlockEvent("w", 7, 3, 4, cleared=True, stored=(A,)),
+        BlockEvent("w", 7, 3, 4, "registered", cleared=True),
+        BlockEvent("w", 7, 3, 4, "deregistered", True, (A,), (B,)),
+    ],
+)
+def test_an_entry_of_the_stream_says_the_same_in_any_order(event: BlockEvent) -> None:
+    fields = [
+        (name.encode(), value if isinstance(value, bytes) else value.encode())
+        for name, value in event.to_fields().items()
+    ]
+    for order in (fields, fields[::-1], [*fields, (b"later", b"x")]):
+        assert BlockEvent.from_pairs([part for field in order for part in field]) == event
+    with pytest.raises(ValueError, match="lacks the field"):
+        BlockEvent.from_pairs([part for field in fields[1:] for part in field])
+    with pytest.raises(ValueError, match="shorter"):
+        BlockEvent.from_pairs([part for field in fields for part in field][:-1])
+
+
 def test_names_of_one_model_share_a_hash_tag() -> None:
     names = RedisKeys(bytes(range(32)))
     tag = "pw:{000102030405060708090a0b0c0d0e0f}:"
