@@ -73,7 +73,7 @@ class Proxy:
         host, port = self.target.rsplit(":", 1)
         try:
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             writer.transport.abort()
             return
         ends = (writer, far_writer)
@@ -87,12 +87,13 @@ class Proxy:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            # Before anything is awaited: the proxy may end at this moment too.
             for end in ends:
                 self._writers.discard(end)
                 end.transport.abort()
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
