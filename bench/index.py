@@ -1,6 +1,6 @@
 """Times the prefix index: lookups from memory and from Redis, events into a router, memory; beside two other layouts.
 
-    .venv/bin/python bench/index.py --quick                     a minute or two, prints a table
+    .venv/bin/python bench/index.py --quick                     under a minute, prints a table
     .venv/bin/python bench/index.py --out FILE                  the full size, and a CSV
     .venv/bin/python bench/index.py --server redis-server       another server than the embedded Valkey
 
@@ -309,7 +309,7 @@ async def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a minute or two")
+    parser.add_argument("--quick", action="store_true", help="under a minute")
     parser.add_argument("--out", type=Path, help="write a CSV")
     parser.add_argument("--server", default="valkey", help="valkey (embedded) or a program such as redis-server")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64, 512])
@@ -317,7 +317,7 @@ def main() -> None:
     machine = describe()
     print(", ".join(f"{name} {value}" for name, value in machine.items()) + f", server {options.server}")
     print(f"{'workers':>7}{'blocks':>9}  {'layout':<27}{'what':<36}{'p50 or rate':>12}{'p99':>12}")
-    size = (20_000, 400, 1.0) if options.quick else (1_000_000, 4000, 5.0)
+    size = (20_000, 300, 0.5) if options.quick else (1_000_000, 4000, 5.0)
     points = asyncio.run(measure(options.workers, *size, options.server))
     if options.out:
         with options.out.open("w", newline="") as file:
