@@ -60,8 +60,11 @@ async def test_a_request_whose_kv_does_not_come(model):
             source = decode_pb2.TransferSource(
                 endpoint=f"127.0.0.1:{silent.getsockname()[1]}", incarnation=1, ticket=b"t" * 16
             )
-            request = workers.request(PROMPT, greedy(5), timeout_ms=300)
-            await ended_in_time(workers.decode_stub.Decode(decode_pb2.DecodeRequest(request=request, source=source)))
+            request = workers.request(PROMPT, greedy(5), timeout_ms=1000)
+            call = workers.decode_stub.Decode(decode_pb2.DecodeRequest(request=request, source=source))
+            await until(lambda: workers.decode.worker.load().num_waiting == 1)
+            assert workers.decode.worker.load().num_queued_tokens == 1, "what a ticket brings is not to be computed"
+            await ended_in_time(call)
             await all_free(workers.decode.worker, workers.decode_engine)
 
 
