@@ -43,17 +43,20 @@ SETS = (0.37, 0.73)
 
 def simulated(options: argparse.Namespace, machine: Machine) -> Iterator[Outcome]:
     """Every policy at 90 % of what `prefix` sustains, for both working sets; on as many processes as there are CPUs."""
-    customers, search, measured = 150, (30.0, 20.0), (30.0, 120.0)
+    customers, times, seeds, step = 150, (30.0, 120.0), 3, 1.05
     if options.quick:
-        customers, search, measured = 30, (10.0, 10.0), (20.0, 60.0)
+        customers, times, seeds, step = 30, (20.0, 60.0), 2, 1.2
     workloads = [Workload(working_set, customers) for working_set in SETS]
     with ProcessPoolExecutor() as processes:
         rates = [options.rate] * len(workloads)
         if not options.rate:
-            searches = [processes.submit(sustained_rate, machine, workload, *search) for workload in workloads]
+            searches = [
+                processes.submit(sustained_rate, machine, workload, *times, seeds=seeds, step=step)
+                for workload in workloads
+            ]
             rates = [0.9 * search.result() for search in searches]
         runs = [
-            processes.submit(Cluster(machine, workload, policy, rate).run, *measured)
+            processes.submit(Cluster(machine, workload, policy, rate).run, *times)
             for workload, rate in zip(workloads, rates, strict=True)
             for policy in options.policies
         ]

@@ -57,6 +57,10 @@ class Weights:
     # A token that waits on a prefill worker. Below 1: waiting for a prefix that somebody computes already (a burst
     # of equal prompts) takes as long as computing it again elsewhere, but does not keep that worker from other work.
     queued_token: float = 0.75
+    # A computed token, for each request that waits on the worker that computes it: as long as there is a queue, all
+    # who come are later by it. Without it a long queue sends requests to where nothing is cached, whose computing
+    # makes the queues longer: workers that could carry the load do not get out of that again.
+    delaying_token: float = 0.1
     # A block in use on a decode worker: every step reads it.
     active_block: float = 1.0
     # A running, waiting or arriving sequence on a decode worker.
@@ -107,9 +111,16 @@ def prefill_cost(candidate: Candidate, size: RequestSize, weights: Weights) -> d
     return {
         "uncached": uncached + _fetch_cost(fetchable, weights),
         "queued": weights.queued_token * candidate.load.num_queued_tokens,
+        **_delay_cost(candidate, uncached, weights),
         **_tier_cost(candidate, weights),
         **_adapter_cost(candidate, weights),
     }
+
+
+def _delay_cost(candidate: Candidate, num_computed: int, weights: Weights) -> dict[str, float]:
+    """What the others wait longer; nothing where nobody waits."""
+    num_waiting = candidate.load.num_waiting
+    return {"delays": weights.delaying_token * num_waiting * num_computed} if num_waiting else {}
 
 
 def _fetch_cost(fetchable: Mapping[str, int], weights: Weights) -> float:
@@ -149,6 +160,7 @@ def decode_cost(candidate: Candidate, size: RequestSize, weights: Weights) -> di
         "active": weights.active_block * (worker.num_blocks - load.num_free_blocks),
         "sequences": weights.sequence * (load.num_running + load.num_waiting + load.num_transfers),
         "missing": weights.missing_block * max(num_needed - load.num_free_blocks, 0),
+        **(_delay_cost(candidate, uncached - num_fetchable, weights) if prefills else {}),
         **_tier_cost(candidate, weights),
         **_adapter_cost(candidate, weights),
     }

@@ -97,8 +97,8 @@ def score(candidate: Candidate, size: RequestSize, policy: Policy, rng: Random, 
     else:
         parts = COSTS[candidate.description.role](candidate, size, weights)
         if policy == "load":
-            del parts["uncached"]
-            parts.pop("tiers", None)
+            for of_the_cache in ("uncached", "delays", "tiers"):
+                parts.pop(of_the_cache, None)
     return Score(candidate.worker_id, sum(parts.values()), parts)
 
 

@@ -142,13 +142,22 @@ def _chain(num_tokens: int) -> list[bytes]:
     return [os.urandom(32) for _ in range(num_tokens // BLOCK)]
 
 
-def sustained_rate(machine: Machine, workload: Workload, warm_up: float, seconds: float) -> float:
-    """The highest rate at which `prefix` keeps nine of ten first tokens within a second, to 5 %."""
+def sustained_rate(
+    machine: Machine, workload: Workload, warm_up: float, seconds: float, *, seeds: int, step: float
+) -> float:
+    """The highest rate at which `prefix` keeps nine of ten first tokens within a second, for each of `seeds` crowds
+    of users; to a factor of `step`. Near its limit it depends on chance whether a cold start tips over: misses make
+    queues, queues make requests go where nothing is cached. So the search runs as long as what is then measured.
+    """
+
+    def sustains(rate: float) -> bool:
+        runs = (Cluster(machine, workload, "prefix", rate, seed).run(warm_up, seconds) for seed in range(seeds))
+        return all(outcome.ttft_p90 <= 1.0 for outcome in runs)
+
     # Without any cached answer, and with everything else cached.
     least, most = workload.system_tokens, workload.question_tokens + workload.answer_tokens / 2
     low, high = (machine.num_prefill * machine.prefill_rate / tokens for tokens in (2 * least, most))
-    while high / low > 1.05:
+    while high / low > step:
         rate = (low * high) ** 0.5
-        outcome = Cluster(machine, workload, "prefix", rate).run(warm_up, seconds)
-        low, high = (rate, high) if outcome.ttft_p90 <= 1.0 else (low, rate)
+        low, high = (rate, high) if sustains(rate) else (low, rate)
     return low

@@ -662,8 +662,8 @@ class WorkerScore(_message.Message):
     """Sum of the parts, in tokens of prefill work; the lowest of a role is chosen."""
     @_builtins.property
     def parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What the cost is made of: "uncached", "queued", "active", "sequences", "missing", "tiers", "adapter"; "random" or
-        "last_chosen" under the policies of these names.
+        """What the cost is made of: "uncached", "delays", "queued", "active", "sequences", "missing", "tiers", "adapter";
+        "random" or "last_chosen" under the policies of these names.
         """
 
     def __init__(

@@ -62,6 +62,42 @@ def test_prefill_costs_what_must_be_computed_before_the_first_token() -> None:
     assert choice.num_hit_blocks == 5
 
 
+def test_what_is_computed_where_others_wait_delays_them() -> None:
+    """Every worker has a long queue. Computing the prompt where fewer wait would be sooner for itself, but all who come
+    after pay for it; where nobody waits, nobody does."""
+
+    def queue(num_waiting: int, num_tokens: int) -> LoadSnapshot:
+        return LoadSnapshot(num_waiting=num_waiting, num_queued_tokens=num_tokens, num_free_blocks=64)
+
+    holder = worker("holder", hit=9, load=queue(30, 100))
+    busy, idle = worker("busy", load=queue(20, 40)), worker("idle", hit=1)
+    choice = choose([holder, busy], SIZE, rng=Random(0))
+    assert choice is not None
+    assert [(each.worker_id, dict(each.parts)) for each in choice.scores] == [
+        ("holder", {"uncached": 5, "queued": 75, "delays": 15}),
+        ("busy", {"uncached": 41, "queued": 30, "delays": 82}),
+    ]
+    assert chosen([holder, busy, idle]) == "idle"
+    assert chosen([holder, busy], "load") == "busy"
+
+
+def test_what_can_be_fetched_delays_nobody() -> None:
+    load = LoadSnapshot(num_waiting=10, num_free_blocks=64)
+    choice = choose([replace(worker("a", load=load), num_fetchable_blocks=10)], SIZE, rng=Random(0))
+    assert choice is not None
+    assert choice.scores[0].parts["delays"] == 1
+
+
+def test_decode_workers_delay_others_only_by_what_they_compute_themselves() -> None:
+    load = LoadSnapshot(num_waiting=10, num_free_blocks=64)
+    for received, expected in ((0.25, None), (1.0, 41.0)):
+        choice = choose(
+            [worker("d", "decode", load=load)], SIZE, rng=Random(0), weights=Weights(received_token=received)
+        )
+        assert choice is not None
+        assert choice.scores[0].parts.get("delays") == expected
+
+
 def test_what_can_be_fetched_costs_less_than_what_must_be_computed() -> None:
     """41 tokens; somebody holds 8 blocks of 4: one who holds 3 fetches 20 tokens and computes 9."""
     some = replace(worker("some", hit=3), num_fetchable_blocks=8)
