@@ -145,19 +145,21 @@ def _chain(num_tokens: int) -> list[bytes]:
 def sustained_rate(
     machine: Machine, workload: Workload, warm_up: float, seconds: float, *, seeds: int, step: float
 ) -> float:
-    """The highest rate at which `prefix` keeps nine of ten first tokens within a second, for each of `seeds` crowds
-    of users; to a factor of `step`. Near its limit it depends on chance whether a cold start tips over: misses make
-    queues, queues make requests go where nothing is cached. So the search runs as long as what is then measured.
+    """The highest rate at which `prefix` keeps nine of ten first tokens within a second and decoding keeps up, for each
+    of `seeds` crowds of users; to a factor of `step`. Near its limit it depends on chance whether a cold start tips
+    over: misses make queues, queues make requests go where nothing is cached. So the search runs as long as what is
+    then measured.
     """
 
-    def sustains(rate: float) -> bool:
-        runs = (Cluster(machine, workload, "prefix", rate, seed).run(warm_up, seconds) for seed in range(seeds))
-        return all(outcome.ttft_p90 <= 1.0 for outcome in runs)
+    def sustains(rate: float, seed: int) -> bool:
+        outcome = Cluster(machine, workload, "prefix", rate, seed).run(warm_up, seconds)
+        wanted = rate * workload.answer_tokens
+        return outcome.ttft_p90 <= 1.0 and outcome.output_tokens_per_second >= 0.95 * wanted
 
     # Without any cached answer, and with everything else cached.
     least, most = workload.system_tokens, workload.question_tokens + workload.answer_tokens / 2
     low, high = (machine.num_prefill * machine.prefill_rate / tokens for tokens in (2 * least, most))
     while high / low > step:
         rate = (low * high) ** 0.5
-        low, high = (rate, high) if sustains(rate) else (low, rate)
+        low, high = (rate, high) if all(sustains(rate, seed) for seed in range(seeds)) else (low, rate)
     return low
