@@ -229,7 +229,7 @@ class FleetPlacer:
             candidate.description.incarnation,
             tuple(case.keys.get(candidate.description.fingerprint.root, ())) if self._policy in _BY_PREFIX else (),
             num_tokens=tokens_to_compute(candidate, case.size.num_prompt_tokens) if computes else 0,
-            num_sequences=case.size.num_choices,
+            num_sequences=case.size.num_choices if candidate.description.role == "decode" else 1,
         )
         self._assume(routed, now)
         if self.on_routed is not None:

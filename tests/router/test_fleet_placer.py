@@ -151,6 +151,13 @@ async def test_a_burst_goes_where_its_prefix_is_about_to_be_and_spreads_otherwis
     assert prefills == {"p0", "p1"}
 
 
+async def test_several_choices_of_a_prompt_are_prefilled_once(world: World) -> None:
+    told: list[Routed] = []
+    world.placer.on_routed = told.append
+    world.placer.place(Demand(PROMPT, "", 16, num_choices=8))
+    assert [(each.worker_id[0], each.num_sequences) for each in told] == [("p", 1), ("d", 8)]
+
+
 async def test_what_was_assumed_of_a_process_dies_with_it(world: World) -> None:
     first, _ = world.place()
     assert first is not None
