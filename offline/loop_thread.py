@@ -32,12 +32,19 @@ class LoopThread:
             tasks.append(task)
             task.add_done_callback(lambda done: _pass_on(done, outcome))
 
-        self._loop.call_soon_threadsafe(start)
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # interrupted before the loop was told
+                work.close()
+                outcome.set_exception(asyncio.CancelledError())
+
         try:
+            self._loop.call_soon_threadsafe(start)
             return outcome.result()
         except BaseException:
             if not outcome.done():
-                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                self._loop.call_soon_threadsafe(cancel)
                 wait([outcome], CANCEL_SECONDS)
             raise
 
