@@ -146,9 +146,8 @@ def sustained_rate(
     machine: Machine, workload: Workload, warm_up: float, seconds: float, *, seeds: int, step: float
 ) -> float:
     """The highest rate at which `prefix` keeps nine of ten first tokens within a second and decoding keeps up, for each
-    of `seeds` crowds of users; to a factor of `step`. Near its limit it depends on chance whether a cold start tips
-    over: misses make queues, queues make requests go where nothing is cached. So the search runs as long as what is
-    then measured.
+    of `seeds` crowds of users; to a factor of `step`. Near its limit it depends on chance whether a cold start is
+    over before queues are long, so the search runs as long as what is then measured.
     """
 
     def sustains(rate: float, seed: int) -> bool:
