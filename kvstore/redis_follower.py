@@ -26,6 +26,8 @@ _KEYS_PER_EVENT = 16  # an event costs as much as so many keys
 _BLOCK_SECONDS = 1.0
 _BLOCKS_PER_PIECE = 1024  # 10 ms of an event loop
 
+_Piece = tuple[EventId, list[tuple[bytes, list[bytes]]]]  # of the stream: what it follows, ids with names and values
+
 
 class IndexFollower:
     """Lives as long as its connections; whoever runs it makes another one when `run` raises.
@@ -54,7 +56,9 @@ class IndexFollower:
         self._poll_seconds = poll_seconds
         self._socket_timeout = socket_timeout
         self._on_advance = on_advance
-        self._cursor: EventId = START
+        self._received: EventId = START  # the last event that came
+        self._cursor: EventId = START  # the last one that was applied
+        self._events_per_read = _MIN_EVENTS_PER_READ
         self._unread: asyncio.Queue[str] = asyncio.Queue()
         self.redis: Redis | None = None  # set while it follows
         self.lag_seconds = 0.0  # from the newest event that was applied to the newest that Redis had at the last poll
@@ -66,7 +70,7 @@ class IndexFollower:
             redis = await self._open(stack, self._socket_timeout)
             # First the cursor, then the positions: what happens between the two is seen twice rather than never.
             self._view.restart()
-            self._cursor = (await self.positions(redis))[1]
+            self._received = self._cursor = (await self.positions(redis))[1]
             await self._poll(redis)
             self.redis = redis
             try:
@@ -99,36 +103,52 @@ class IndexFollower:
         )
 
     async def _follow(self, stream: Redis) -> None:
-        names, view = self._names, self._view
+        """While events are applied, the server has been asked for the next ones."""
         stream.set_response_callback("XREAD", _as_it_came)
-        count, num_keys = _MIN_EVENTS_PER_READ, 0
+        pieces: asyncio.Queue[_Piece] = asyncio.Queue(1)
+        await until_first_ends([self._receive(stream, pieces), self._apply_all(pieces)])
+
+    async def _receive(self, stream: Redis, pieces: "asyncio.Queue[_Piece]") -> None:
         while True:
-            cursor = self._cursor
-            since = f"{cursor[0]}-{cursor[1]}"
-            reply = await result(stream.xread({names.events: since}, count=count, block=int(_BLOCK_SECONDS * 1000)))
-            if not reply:
-                continue
-            entries = reply[0][1]
+            since = self._received
+            read = stream.xread(
+                {self._names.events: f"{since[0]}-{since[1]}"},
+                count=self._events_per_read,
+                block=int(_BLOCK_SECONDS * 1000),
+            )
+            reply = await result(read)
+            if reply and since == self._received:  # else the stream has started over
+                entries = reply[0][1]
+                self._received = _parse_id(entries[-1][0])
+                await pieces.put((since, entries))
+
+    async def _apply_all(self, pieces: "asyncio.Queue[_Piece]") -> None:
+        num_keys = 0
+        while True:
+            since, entries = await pieces.get()
             num_keys_read = 0
             for event_id, pairs in entries:
-                cursor = _parse_id(event_id)
+                if since != self._cursor:  # the stream has started over
+                    break
                 try:
                     event = BlockEvent.from_pairs(pairs)
                 except ValueError as error:
-                    logger.warning("skipped entry %s of %s: %s", event_id.decode(), names.events, error)
+                    logger.warning("skipped entry %s of %s: %s", event_id.decode(), self._names.events, error)
                     continue
-                if again := view.apply(cursor, event):
+                if again := self._view.apply(_parse_id(event_id), event):
                     self._ask_for(again)
                 num_keys_read += len(event.removed) + len(event.stored)
                 num_keys += len(event.removed) + len(event.stored) + _KEYS_PER_EVENT
                 if num_keys >= _KEYS_PER_TURN:
                     num_keys = 0
                     await asyncio.sleep(0)
-            self._cursor = cursor
-            self._on_advance()
+            else:
+                self._cursor = _parse_id(entries[-1][0])
+                self._on_advance()
             # A backlog of small events is read in larger pieces; of large ones a piece stays about a megabyte.
-            is_backlog = len(entries) == count and num_keys_read < _KEYS_PER_READ
-            count = min(2 * count, _MAX_EVENTS_PER_READ) if is_backlog else _MIN_EVENTS_PER_READ
+            is_backlog = len(entries) >= self._events_per_read and num_keys_read < _KEYS_PER_READ
+            larger = min(2 * self._events_per_read, _MAX_EVENTS_PER_READ)
+            self._events_per_read = larger if is_backlog else _MIN_EVENTS_PER_READ
 
     async def _poll_on(self, redis: Redis) -> None:
         while True:
@@ -141,7 +161,7 @@ class IndexFollower:
         self.lag_seconds = max(0.0, (last_event[0] - self._cursor[0]) / 1e3)  # both by Redis's clock
         if last_event < cursor:
             logger.warning("the index's event stream has started over")
-            self._cursor = last_event
+            self._received = self._cursor = last_event
             self._view.restart()
             self._ask_for(self._view.expect_read(positions))
         self._ask_for(self._view.reconcile(positions))

@@ -117,9 +117,11 @@ class MemoryBackend:
 class RedisBackend:
     """A publisher per worker, one view, a server between them. Under a fresh root, so tests share a server."""
 
-    def __init__(self, url: str, *, lease_seconds: float = 1.5, max_buffered_keys: int = 1 << 18) -> None:
+    def __init__(
+        self, url: str, *, lease_seconds: float = 1.5, max_buffered_keys: int = 1 << 18, root: bytes | None = None
+    ) -> None:
         self.url = url
-        self.root = os.urandom(32)
+        self.root = os.urandom(32) if root is None else root
         self.model = ModelRecord("tiny", self.root)
         self.lease_seconds = lease_seconds
         self.max_buffered_keys = max_buffered_keys

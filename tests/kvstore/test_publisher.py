@@ -168,6 +168,41 @@ async def test_a_stream_that_starts_over_with_lower_ids(server: Server, backend:
     check_equal(backend)
 
 
+async def test_events_that_came_before_the_stream_started_over_are_not_applied_after(
+    server: Server, backend: RedisBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one piece of the stream is applied the next is here already; of a stream that is no more, both are void."""
+    worker, prompt = await backend.worker("w"), chain(2000)
+    worker.store(prompt[:1])
+    await backend.settle()
+    events, follower = RedisKeys(backend.root).events, backend.index._follower
+    assert follower is not None
+    apply, num_applied = IndexView.apply, 0
+
+    def restarting(view: IndexView, event_id: tuple[int, int], event: BlockEvent) -> list[str]:
+        nonlocal num_applied
+        num_applied += event.worker_id == "stranger"
+        if num_applied == 1 and event.worker_id == "stranger":
+            server.command("DEL", events)
+            worker.store(prompt[1:3])  # the new stream's first
+            follower._received = follower._cursor = (0, 0)  # as the poll does
+            view.restart()
+            follower._ask_for(view.expect_read(view.memory.workers()))
+        return apply(view, event_id, event)
+
+    monkeypatch.setattr(IndexView, "apply", restarting)
+    with redis.Redis(port=server.port, protocol=2) as client, client.pipeline(transaction=True) as pipe:
+        for seq in range(1, 201):  # four pieces
+            pipe.xadd(events, BlockEvent("stranger", 1, 1, seq, "deregistered").to_fields())
+        pipe.execute()
+    await until(lambda: num_applied > 0)
+    assert await backend.depths(prompt) == {"w": 3}
+    worker.store(prompt[3:5])
+    assert await backend.depths(prompt) == {"w": 5}
+    assert num_applied == 1
+    check_equal(backend)
+
+
 async def test_a_buffer_that_overflows_becomes_a_snapshot(server: Server) -> None:
     backend = RedisBackend(server.url, max_buffered_keys=50)
     await backend.index.start()

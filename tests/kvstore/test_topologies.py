@@ -1,23 +1,27 @@
 """The index over a Unix socket, with a password, behind Sentinel through a failover, and on a cluster."""
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
+from redis.crc import key_slot
 
 from kvstore.embedded_valkey import EmbeddedValkey, find_server_program
+from kvstore.redis_keys import RedisKeys
 from tests.kvstore.simulated import RedisBackend, chain, check_equal, until
+from tests.ports import free_port
 from tests.valkey import Server
 
 pytestmark = pytest.mark.timeout(240)
 
 
-async def exercise(url: str) -> None:
+async def exercise(url: str, root: bytes | None = None) -> None:
     """Publishes, follows, looks up directly, deregisters."""
-    backend = RedisBackend(url)
+    backend = RedisBackend(url, root=root)
     await backend.index.start()
     worker, prompt = await backend.worker("w"), chain(6)
     worker.store(prompt)
@@ -36,20 +40,27 @@ async def test_unix_socket_with_a_password(tmp_path: Path) -> None:
 
 async def test_a_cluster_is_followed_to_the_node_of_the_slot() -> None:
     """Two primaries: whichever has the model's slot, `pw:models` may lie on the other."""
-    with Server(arguments=CLUSTER) as first, Server(arguments=CLUSTER) as second:
+    buses = free_port(), free_port()  # by itself a port is the server's and 10000, where others' connections may lie
+    with Server(arguments=cluster_node(buses[0])) as first, Server(arguments=cluster_node(buses[1])) as second:
         first.command("CLUSTER", "ADDSLOTSRANGE", 0, 8191)
         second.command("CLUSTER", "ADDSLOTSRANGE", 8192, 16383)
         second.command("CLUSTER", "SET-CONFIG-EPOCH", 2)
-        first.command("CLUSTER", "MEET", "127.0.0.1", second.port)
+        first.command("CLUSTER", "MEET", "127.0.0.1", second.port, buses[1])
         for server in (first, second):
             await until(lambda server=server: b"cluster_state:ok" in as_bytes(server.command("CLUSTER", "INFO")))
-        for _ in range(4):
-            await exercise(f"redis+cluster://127.0.0.1:{first.port},127.0.0.1:{second.port}")
+        for half in (0, 1, 0, 1):
+            root = next(root for root in iter(lambda: os.urandom(32), b"") if slot_of(root) // 8192 == half)
+            await exercise(f"redis+cluster://127.0.0.1:{first.port},127.0.0.1:{second.port}", root)
         counts = [server.command("DBSIZE") for server in (first, second)]
         assert all(isinstance(count, int) and count > 0 for count in counts)
 
 
-CLUSTER = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+def cluster_node(bus: int) -> tuple[str, ...]:
+    return "--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-port", str(bus)
+
+
+def slot_of(root: bytes) -> int:
+    return int(key_slot(RedisKeys(root).prefix.encode()))
 
 
 def as_bytes(reply: object) -> bytes:
