@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kernels.cpu
 from bench.machine import processor
 from kernels.cpu import Extension
-from kernels.cpu.native import NativeKernels, NativePlan
+from kernels.cpu.attention import NativePlan
+from kernels.cpu.native import NativeKernels
 from kernels.cpu.packed import PackedWeight
 from kernels.paged import AttentionPlan, PagedBatch, plan_attention
 from kernels.tiled import TiledKernels

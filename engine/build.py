@@ -17,7 +17,8 @@ from engine.kv_cache import KvCache
 from engine.lora.slots import AdapterSlots
 from engine.lora.store import AdapterStore
 from engine.memory import KV_FORMATS, KvLayout, KvMemory
-from engine.parallel.config import share_of_threads
+from engine.parallel.config import layout_of_rank, share_of_threads
+from engine.parallel.devices import take_device
 from engine.parallel.ranks import Ranks
 from engine.parallel.start import start_ranks
 from engine.permitted_drafts import PermittedDrafts
@@ -104,7 +105,8 @@ def _build_parts(
     quantization = None if options.quantization == "none" else options.quantization
     num_here = 1 if ranks is None else ranks.machines.num_here
     threads = set_cpu_threads(share_of_threads(options, num_here))
-    kernels = load_kernel_set(options.kernels, threads, quantization, options.device)
+    device = options.device if ranks is None else take_device(options, 0)
+    kernels = load_kernel_set(options.kernels, threads, quantization, device)
     device_memory = open_device_memory(kernels.device)
     profile = None
     if device_memory is not None:
@@ -124,7 +126,7 @@ def _build_parts(
     if profile is not None and options.kv_cache_memory_bytes is None:
         from engine.device_budget import measure_budget  # it imports triton
 
-        budget = measure_budget(profile, options, served, layout, groups)
+        budget = measure_budget(profile, options, served, layout_of_rank(layout, served.model), groups)
     free = max(0, available_memory() - _slot_bytes(slots, num_here))
     size = size_pool(
         block_bytes=layout.block_bytes,
@@ -149,7 +151,8 @@ def _build_parts(
         group_layout=groups.layout,
         kv_version=KV_VERSION,
     )
-    backing = options.kv_pool_backing if num_here == 1 else "memfd"  # which the other ranks map
+    is_mapped = num_here > 1 and not options.has_device_pool
+    backing = "memfd" if is_mapped else options.kv_pool_backing
     staged = kernels.NAME == "triton"  # in the interpreter too: the host then has the pool as a device would
     memory = KvMemory(layout, size.num_blocks, backing, kernels.device, groups, staged=staged)
     pool = BlockPool(
@@ -176,7 +179,7 @@ def _build_parts(
     if kernels.NAME == "triton":
         from engine.device_runner import build_device_runner  # it imports triton
 
-        runner = build_device_runner(options, model, memory, limits)
+        runner = build_device_runner(options, config, model, memory, limits)
     else:
         sampler = sampler_for(kernels, config.vocab_size)
         forward = None if options.enforce_eager else replaying(model, most_rows(limits))

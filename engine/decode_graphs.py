@@ -93,8 +93,8 @@ class CudaCapture:
 
 
 def captures_steps(model: Decoder, *, enforce_eager: bool) -> bool:
-    """Whether its decode steps can be graphs and are to be; experts get their rows from the host."""
-    return not enforce_eager and model.config.moe is None
+    """Whether its decode steps can be graphs and are to be; experts' rows and ranks' sums come from the host."""
+    return not enforce_eager and model.config.moe is None and model.config.shard is None
 
 
 def graph_bytes(activations: int, max_rows: int, vocab_size: int) -> int:

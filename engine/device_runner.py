@@ -6,7 +6,6 @@ logits are changed or reported are drawn again, outside of the graph, from its l
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from engine.admission import SchedulerConfig
 from engine.decode_graphs import (
@@ -23,14 +22,16 @@ from engine.device_sampler import DeviceSampler, Draw
 from engine.errors import ModelError
 from engine.memory import KvMemory
 from engine.models.decoder import Decoder, Model
+from engine.parallel.devices import placing
+from engine.parallel.model import ParallelModel
 from engine.runner import ModelRunner, StepDone
 from engine.sample import SampledToken, SampleRow
 from engine.sample_row import constrained_row
 from engine.sampler import not_finite
 from engine.sequence import Schedule, ScheduledSequence
 from engine.sequence import Sequence as EngineSequence
+from engine.transformers_config import ServedConfig
 from kernels.staging import HostCopy
-from kernels.triton.step_batch import place
 from pagewire.config import EngineOptions
 
 
@@ -80,9 +81,8 @@ class DeviceRunner:
         config = self.config = model.config
         self._memory = memory
         self._sampler = DeviceSampler(config.vocab_size)
-        device, fp8 = model.kernels.device, memory.layout.kv_format is not None
-        put = partial(place, group_size=config.group_size, head_dim=config.head_dim, device=device, fp8=fp8)
-        self._others = ModelRunner(config, model, memory, self._sampler, place=put)
+        place = placing(model.kernels, config, memory.layout)
+        self._others = ModelRunner(config, model, memory, self._sampler, place=place)
         self.numerics_class = self._others.numerics_class
         size = memory.layout.block_size
         self._step = DecodeStep(model, memory, size, max_rows=max_num_seqs, max_model_len=max_model_len)
@@ -116,9 +116,14 @@ class DeviceRunner:
 
 
 def build_device_runner(
-    options: EngineOptions, model: Model, memory: KvMemory, limits: SchedulerConfig
-) -> DeviceRunner:
-    """The runner of an engine with these options; captures what it will replay."""
+    options: EngineOptions, config: ServedConfig, model: Model, memory: KvMemory, limits: SchedulerConfig
+) -> DeviceRunner | ModelRunner:
+    """The runner of an engine with these options; captures what it will replay.
+
+    Ranks meet in every layer, on the host: their steps are neither captured nor started ahead.
+    """
+    if isinstance(model, ParallelModel):
+        return ModelRunner(config, model, memory, DeviceSampler(config.vocab_size))
     if not isinstance(model, Decoder):
         raise ModelError(f"kernels = {model.kernels.NAME} run pagewire's own models only")
     return DeviceRunner(

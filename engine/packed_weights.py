@@ -23,8 +23,9 @@ from engine.weight_source import DirectSource, Projection, WeightSource, naming,
 from engine.weights import Weights, map_weights
 from engine.weights_digest import Progress
 from kernels.cpu import packed_groups
-from kernels.cpu.native import NativeKernels, NativeWeight
+from kernels.cpu.native import NativeKernels
 from kernels.cpu.packed import LAYOUT, PANEL_ROWS, STRIP_ROWS, PackedWeight, packed_bytes
+from kernels.cpu.products import NativeWeight
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ def set_cpu_threads(cpu_threads: int = 0) -> int:
     threads = cpu_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     return threads
+
+
+Place = Callable[[PagedBatch], Any]
+"""Makes of a batch what a model's kernels take (`kernels.paged.StepBatch`)."""
 
 
 def as_it_is(batch: PagedBatch) -> PagedBatch:
@@ -69,10 +74,10 @@ class ModelRunner:
         memory: KvMemory,
         sampler: RowSampler,
         slots: AdapterSlots | None = None,
-        place: Callable[[PagedBatch], object] = as_it_is,
+        place: Place = as_it_is,
         forward: Callable[..., Tensor] | None = None,
     ) -> None:
-        """`place` makes of a batch what the model's kernels take; `forward` runs in place of the model's own."""
+        """`forward` runs in place of the model's own."""
         self.config = config
         self._place = place
         self._model = model

@@ -232,10 +232,11 @@ class EngineOptions(Frozen):
                 f"pipeline_parallel_size = {self.pipeline_parallel_size}: pipeline parallelism is not supported yet; "
                 "tensor_parallel_size is"
             )
-        size = self.tensor_parallel_size
-        if size > 1 and self.has_device_pool:
-            where = "kernels = triton" if self.device == "cpu" else f"device = {self.device}"
-            raise ValueError(f"tensor_parallel_size = {size} on {where} is not supported yet")
+        if self.tensor_parallel_size > 1 and self.device != "cpu" and self.distributed_executor_backend != "mp":
+            raise ValueError(
+                f"tensor_parallel_size = {self.tensor_parallel_size} on device = {self.device} needs "
+                f"distributed_executor_backend = mp, not {self.distributed_executor_backend}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,9 @@ import os
 from dataclasses import replace
 
 from engine.errors import ModelError
+from engine.memory import KvLayout
 from engine.model_config import ModelConfig
+from engine.models.decoder import Decoder, Model
 from engine.moe_config import MoeConfig
 from engine.parallel.shard import Shard, check_divisible
 from engine.transformers_config import TransformersConfig, load_config
@@ -38,6 +40,12 @@ def share_of_threads(options: EngineOptions, num_sharing: int) -> int:
     """Of `cpu_threads`, or of the CPUs that this process may use, the part of one of so many ranks; at least one."""
     threads = options.cpu_threads or len(os.sched_getaffinity(0))
     return max(1, threads // num_sharing)
+
+
+def layout_of_rank(layout: KvLayout, model: Model) -> KvLayout:
+    """Of the heads that a model's part has; all of them if it is whole."""
+    shard = model.config.shard if isinstance(model, Decoder) else None
+    return layout if shard is None else replace(layout, num_kv_heads=len(shard.kv_heads))
 
 
 def check_parallel(options: EngineOptions) -> None:

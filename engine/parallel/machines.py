@@ -1,4 +1,7 @@
-"""Which machine each rank is on, and what follows from it. Pure. Rank 0's own machine has the name ""."""
+"""Which machine each rank is on, who can map rank 0's pool, and what follows from it. Pure.
+
+Rank 0's own machine has the name "".
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,9 +14,13 @@ from engine.parallel.shard import Shard
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Of ranks 1 … n. Those on rank 0's share the pool's memory with it; the others have pools of their own heads."""
+    """Of ranks 1 … n. Those on rank 0's share the pool's memory with it; the others have pools of their own heads.
+
+    With `device_pools` all have pools of their own: each on its own device, whose memory nobody else maps.
+    """
 
     names: Mapping[int, str]
+    device_pools: bool = False
 
     @property
     def num_here(self) -> int:
@@ -25,17 +32,22 @@ class Machines:
         """The ranks on other machines."""
         return [rank for rank, name in sorted(self.names.items()) if name]
 
+    @property
+    def with_own_pools(self) -> list[int]:
+        """The ranks that can't map rank 0's."""
+        return sorted(self.names) if self.device_pools else self.elsewhere
+
     def num_sharing(self, rank: int) -> int:
         """How many ranks there are on its machine."""
         return sum(name == self.names[rank] for name in self.names.values()) if self.names[rank] else self.num_here
 
     def heads_elsewhere(self, shard: Shard) -> dict[int, range]:
-        """The kv heads of the ranks on other machines; `shard`: any rank's."""
-        return {rank: replace(shard, rank=rank).kv_heads for rank in self.elsewhere}
+        """The kv heads of the ranks with pools of their own; `shard`: any rank's."""
+        return {rank: replace(shard, rank=rank).kv_heads for rank in self.with_own_pools}
 
     def tellers(self, shard: Shard) -> dict[int, range]:
         """Of these the ranks whose heads nobody else stores into rank 0's pool: several may have the same ones."""
-        here = [0, *(rank for rank, name in self.names.items() if not name)]
+        here = [0, *(self.names.keys() - self.with_own_pools)]
         stored = {replace(shard, rank=rank).kv_heads for rank in here}
         found = {}
         for rank, heads in self.heads_elsewhere(shard).items():
@@ -48,7 +60,8 @@ class Machines:
         """What a pool of whole blocks may take: `here`, or what is free elsewhere, where each rank has some heads."""
         heads = max(1, layout.num_kv_heads // (len(self.names) + 1))
         free = [
-            loaded[rank].free_bytes // self.num_sharing(rank) * layout.num_kv_heads // heads for rank in self.elsewhere
+            loaded[rank].free_bytes // self.num_sharing(rank) * layout.num_kv_heads // heads
+            for rank in self.with_own_pools
         ]
         return min([here, *free])
 

@@ -63,7 +63,7 @@ class Join:
     """The pool has `num_blocks` blocks of the whole model's `layout`; the ranks meet at `meeting`.
 
     Or, if that is "", in the shared memory whose descriptor comes after the pool's. If the rank does not share the
-    pool, no descriptors come: it has one of its own heads. If ranks `tell`, rank 0 gathers what they store in a step.
+    pool, it has one of its own heads. If ranks `tell`, rank 0 gathers what they store in a step.
     """
 
     num_blocks: int
@@ -72,6 +72,11 @@ class Join:
     meeting: str
     shares_pool: bool = True
     tells: bool = False
+
+    @property
+    def has_descriptors(self) -> bool:
+        """Some come beside it."""
+        return self.shares_pool or not self.meeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class Values:
 
     @staticmethod
     def of(tensor: Tensor) -> "Values":
-        data = tensor.contiguous().view(torch.uint8).numpy()
+        data = tensor.contiguous().view(torch.uint8).cpu().numpy()
         return Values(data, tuple(tensor.shape), tensor.dtype)
 
     @property
@@ -115,7 +120,7 @@ class Forward:
 
     @staticmethod
     def of(input_ids: Tensor, positions: Tensor, changes: BatchChanges, adapters: LoraStep | None = None) -> "Forward":
-        return Forward(input_ids.numpy(), positions.numpy(), changes, _slots(adapters))
+        return Forward(input_ids.cpu().numpy(), positions.cpu().numpy(), changes, _slots(adapters))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from engine.parallel.messages import Forward, Logits
 from engine.parallel.remote_kv import RemoteKv
 from engine.parallel.tables import TablesSender
 from engine.parallel.vocabulary import gather_logits
+from engine.runner import Place, as_it_is
 from engine.weight_source import Projection
 from kernels.paged import PagedBatch
 
@@ -51,8 +52,9 @@ class ParallelModel:
         group: RankGroup,
         others: OtherRanks,
         remote: RemoteKv | None = None,
+        place: Place = as_it_is,
     ) -> None:
-        """`remote`: of the ranks on other machines, if there are some."""
+        """`remote`: of the ranks with pools of their own, if there are some; `place`: for rank 0's kernels."""
         if own.config.shard is None:
             raise ValueError("a model that is not shared out needs no other ranks")
         own.group = group
@@ -65,6 +67,7 @@ class ParallelModel:
         self._group = group
         self._others = others
         self._remote = remote
+        self._place = place
 
     @property
     def kernels(self) -> ModelKernels:
@@ -102,7 +105,7 @@ class ParallelModel:
 
         def compute() -> Tensor:
             self._others.tell(Forward.of(input_ids, positions, self._tables.changes(batch), adapters))
-            hidden = self._own.forward(input_ids, positions, batch, self._heads, adapters)
+            hidden = self._own.forward(input_ids, positions, self._place(batch), self._heads, adapters)
             if self._remote is not None:
                 self._remote.collect(batch)
             return hidden

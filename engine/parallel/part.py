@@ -18,6 +18,7 @@ from engine.memory import KvLayers, KvMemory
 from engine.models.decoder import Decoder
 from engine.parallel.adapters import put_together
 from engine.parallel.config import share_of_threads
+from engine.parallel.devices import between_devices, free_memory, placing, take_device
 from engine.parallel.group import RankGroup
 from engine.parallel.heads import KvHeads, map_pool
 from engine.parallel.kv_rows import take_rows
@@ -26,17 +27,26 @@ from engine.parallel.shard import Shard
 from engine.parallel.shared_ranks import SharedRanks
 from engine.parallel.tables import TablesReceiver
 from engine.parallel.vocabulary import gather_logits
-from engine.runner import set_cpu_threads
-from engine.sizing import available_memory
+from engine.runner import Place, as_it_is, set_cpu_threads
 from pagewire.config import EngineOptions
 
 
 class Part:
     """Of one rank but the first."""
 
-    def __init__(self, model: Decoder, shard: Shard, weights_digest: bytes, slots: AdapterSlots | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        shard: Shard,
+        weights_digest: bytes,
+        slots: AdapterSlots | None = None,
+        gpu_memory_utilization: float = 1.0,
+    ) -> None:
         self._weights_digest = weights_digest
         self._model = model
+        self._device = model.kernels.device
+        self._gpu_memory_utilization = gpu_memory_utilization
+        self._place: Place = as_it_is
         self._shard = shard
         self._slots = slots
         self._tables = TablesReceiver()
@@ -52,15 +62,16 @@ class Part:
         options = EngineOptions.model_validate(load.options)
         threads = set_cpu_threads(share_of_threads(options, load.num_sharing))
         quantization = None if options.quantization == "none" else options.quantization
-        kernels = load_kernel_set(options.kernels, threads, quantization, options.device)
+        kernels = load_kernel_set(options.kernels, threads, quantization, take_device(options, rank))
         part = load_part(options, kernels, rank)
         if part.model.config.shard is None:
             raise ValueError("a rank needs a shard")
-        return cls(part.model, part.model.config.shard, part.digest, part.slots)
+        return cls(part.model, part.model.config.shard, part.digest, part.slots, options.gpu_memory_utilization)
 
     def loaded(self) -> Loaded:
         slot_bytes = 0 if self._slots is None else self._slots.num_layer_bytes
-        return Loaded(self._weights_digest, self._model.numerics_class, max(0, available_memory() - slot_bytes))
+        free = free_memory(self._device, self._gpu_memory_utilization)
+        return Loaded(self._weights_digest, self._model.numerics_class, max(0, free - slot_bytes))
 
     def join(self, join: Join, descriptors: Sequence[int], host: str | None = None) -> None:
         """Maps the pool behind the first descriptor, or makes one, and finds the other ranks. Closes the descriptors.
@@ -69,13 +80,15 @@ class Part:
         """
         heads = self._shard.kv_heads
         if join.shares_pool:
-            pool, *descriptors = descriptors
-            blocks = map_pool(pool, join.layout, join.num_blocks)
+            pool_fd, *descriptors = descriptors
+            blocks = map_pool(pool_fd, join.layout, join.num_blocks)
             self._heads = KvHeads(blocks, join.layout, join.groups, heads)
         else:
             layout = replace(join.layout, num_kv_heads=len(heads))
-            self._heads = self._own_pool = KvMemory(layout, join.num_blocks, groups=join.groups)
-        self._group = _meet(join.meeting, descriptors, self._shard, host)
+            pool = KvMemory(layout, join.num_blocks, device=self._device, groups=join.groups)
+            self._heads = self._own_pool = pool
+        self._place = placing(self._model.kernels, self._model.config, join.layout)
+        self._group = between_devices(_meet(join.meeting, descriptors, self._shard, host), self._model.kernels)
         self._tells = join.tells
         self._model.group = self._group
 
@@ -83,15 +96,15 @@ class Part:
         """What came to rank 0 otherwise than by a step."""
         if self._own_pool is None:
             raise ValueError("its pool is rank 0's")
-        self._own_pool.blocks[torch.from_numpy(message.block_ids)] = message.cells.tensor
+        self._own_pool.blocks[torch.from_numpy(message.block_ids)] = message.cells.tensor.to(self._device)
 
     def forward(self, step: Forward) -> None:
         """Stores the K and V of its heads; the result is the same on all ranks, and rank 0 has it."""
         if self._heads is None:
             raise ValueError("not joined")
-        ids, positions = torch.from_numpy(step.input_ids), torch.from_numpy(step.positions)
+        ids, positions = (torch.from_numpy(each).to(self._device) for each in (step.input_ids, step.positions))
         batch = self._tables.batch(step.changes)
-        self._model.forward(ids, positions, batch, self._heads, self._adapters(step.slots))
+        self._model.forward(ids, positions, self._place(batch), self._heads, self._adapters(step.slots))
         if self._tells and self._group is not None:
             self._group.gather(take_rows(self._heads, batch))
 
@@ -99,7 +112,7 @@ class Part:
         """Of its part of the vocabulary, to rank 0."""
         if self._group is None:
             raise ValueError("not joined")
-        logits = self._model.logits(rows.hidden.tensor, self._adapters(rows.slots))
+        logits = self._model.logits(rows.hidden.tensor.to(self._device), self._adapters(rows.slots))
         gather_logits(logits, self._shard.most_token_ids, self._shard.vocab_size, self._group)
 
     def put(self, message: PutAdapter) -> None:

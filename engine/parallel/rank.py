@@ -89,7 +89,7 @@ def _read(connection: "Connection[Any, Any]", messages: "queue.SimpleQueue[Any]"
                 os._exit(0)  # rank 0 has ended
             message = decode(data)
             if isinstance(message, Join):
-                messages.put((message, _receive_descriptors(connection) if message.shares_pool else []))
+                messages.put((message, _receive_descriptors(connection) if message.has_descriptors else []))
             else:
                 messages.put(message)
             if isinstance(message, Stop):

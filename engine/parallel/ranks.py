@@ -14,6 +14,7 @@ from engine.errors import EngineDied, ModelError
 from engine.memory import KvMemory
 from engine.models.decoder import Decoder, Model
 from engine.parallel.connection import limit_sending, shut_down, socket_of
+from engine.parallel.devices import between_devices, placing
 from engine.parallel.group import STEP_SECONDS, RankGroup
 from engine.parallel.heads import KvHeads
 from engine.parallel.launch import Launcher, RankProcess
@@ -40,7 +41,8 @@ class Ranks:
     def __init__(self, options: EngineOptions, launcher: Launcher) -> None:
         self._launcher = launcher
         self._size, self._options = options.tensor_parallel_size, options.model_dump()
-        self.machines = Machines({rank: launcher.machine(rank) for rank in range(1, self._size)})
+        names = {rank: launcher.machine(rank) for rank in range(1, self._size)}
+        self.machines = Machines(names, options.has_device_pool)
         self._processes: dict[int, RankProcess] = {}
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._pids: dict[int, int] = {}
@@ -99,22 +101,23 @@ class Ranks:
         shard = model.config.shard
         self.machines.check_classes(self.loaded, model.numerics_class)
         tellers, elsewhere = self.machines.tellers(shard), self.machines.heads_elsewhere(shard)
-        group = self._meet(memory, tells=bool(tellers))
+        group = between_devices(self._meet(memory, tells=bool(tellers)), model.kernels)
         logger.info("tensor parallelism: %d ranks, others are processes %s", self._size, sorted(self._pids.values()))
         heads = KvHeads(memory.blocks, memory.layout, memory.groups, shard.kv_heads)
         remote = RemoteKv(memory, elsewhere, tellers, self.tell_one, group, heads) if elsewhere else None
-        return ParallelModel(model, heads, vocab_size, group, self, remote)
+        place = placing(model.kernels, model.config, memory.layout)
+        return ParallelModel(model, heads, vocab_size, group, self, remote, place)
 
     def _meet(self, memory: KvMemory, *, tells: bool = False) -> RankGroup:
         """A rank that dies meanwhile is noticed at once."""
-        elsewhere = self.machines.elsewhere
-        if memory.fd is None and self.machines.num_here > 1:
+        elsewhere, with_own_pools = self.machines.elsewhere, self.machines.with_own_pools
+        if memory.fd is None and len(with_own_pools) < len(self._connections):
             raise ValueError("ranks of one machine share a pool in a memfd")
         with meeting(self._backend, self._size, self._launcher.host if elsewhere else None) as place:
             here = Join(memory.num_blocks, memory.layout, memory.groups, place.place, tells=tells)
             for rank, connection in self._connections.items():
-                if rank in elsewhere:
-                    self._invite(rank, connection, replace(here, shares_pool=False), ())
+                if rank in with_own_pools:
+                    self._invite(rank, connection, replace(here, shares_pool=False), place.descriptors)
                 elif memory.fd is not None:
                     self._invite(rank, connection, here, (memory.fd, *place.descriptors))
             self._has_joined = True

@@ -1,6 +1,6 @@
-"""The KV of ranks on other machines, as rank 0 sees it. They can't map its pool: each has one of its own heads.
+"""The KV of ranks on other machines or devices, as rank 0 sees it: can't they map its pool, each has one of its heads.
 
-Rank 0's pool stays whole, so that planes, tiers, lending and copies know nothing of machines:
+Rank 0's pool stays whole, so that planes, tiers, lending and copies know nothing of ranks:
 
 before a step  a rank is sent of the blocks that the step reads those that it lacks    (engine/parallel/known_blocks.py)
 after a step   all say what they have stored of the step's tokens                      (engine/parallel/kv_rows.py)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from engine.parallel.config import check_parallel
+from engine.parallel.devices import check_devices
 from engine.parallel.launch import ChildProcesses, Launcher
 from engine.parallel.ranks import Ranks
 from pagewire.config import EngineOptions
@@ -13,6 +14,7 @@ def start_ranks(options: EngineOptions) -> Ranks | None:
     if options.tensor_parallel_size == 1:
         return None
     check_parallel(options)
+    check_devices(options)
     return Ranks(options, _launcher(options))
 
 

@@ -197,9 +197,9 @@ async def test_another_incarnation_at_the_endpoint_is_not_the_peer(model, expect
         workers.prefill.description = dataclasses.replace(description, incarnation=description.incarnation + 2)
         assert await workers.decode_all(request, workers.ticket) == [expected]
         assert failures(workers, "peer") == 1
+        await until(lambda: not len(workers.decode.worker.peers))  # a handshake may just be refused: to give it back
         workers.prefill.description = description
         workers.prefill.worker.release_ticket(workers.ticket)
-        assert len(workers.decode.worker.peers) == 0
 
 
 async def test_workers_that_do_not_fit_say_so(model, tiny_model):

@@ -211,8 +211,8 @@ def test_what_can_not_be_shared_out_is_refused_by_name(tiny_model: Tiny) -> None
         check_parallel(options(model, model_impl="transformers"))
     with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: pipeline parallelism is not supported yet"):
         options(model, pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="tensor_parallel_size = 2 on device = cuda"):
-        options(model, device="cuda")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 2 on device = cuda needs .* = mp, not ray"):
+        options(model, device="cuda", distributed_executor_backend="ray")
 
 
 def test_a_rank_that_can_not_load_says_why(tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 import kernels.cpu
 from kernels import reference
-from kernels.cpu.native import NativeKernels, NativePlan
+from kernels.cpu.attention import NativePlan
+from kernels.cpu.native import NativeKernels
 from kernels.paged import plan_attention
 from tests.kernels.cpu.harness import UNIT, Cache, assert_same_bits, assert_within, case, make_cache, normal
 

@@ -10,7 +10,8 @@ import kernels.cpu
 from engine.philox import NoiseKey, all_words, gumbel
 from kernels.cpu.draws import DRAW
 from kernels.cpu.looks import LOOK, Look, Seen
-from kernels.cpu.native import NativeKernels, NativeWeight
+from kernels.cpu.native import NativeKernels
+from kernels.cpu.products import NativeWeight
 from tests.kernels.cpu.harness import assert_same_bits, case, normal
 from tests.kernels.cpu.test_grouped import k_matrix, matrix
 from tests.kernels.cpu.test_int8 import on

@@ -12,7 +12,8 @@ constexpr int64_t MOST_FEW_ROWS = 8, MOST_AT_ONCE = 8;  // 16 of 32 registers ac
 template <int ROWS>
 constexpr int STRIPS = 1;  // at once
 #else
-constexpr int64_t MOST_FEW_ROWS = 3, MOST_AT_ONCE = 3;  // 6 of 16, and what unpacks
+constexpr int64_t MOST_FEW_ROWS = 8, MOST_AT_ONCE = 8;
+constexpr int MOST_OF_A_STRIP = 3;  // rows: their sums, 6 of 16 registers, leave room to unpack; more are interleaved
 template <int ROWS>
 constexpr int STRIPS = ROWS < 3 ? 2 : 1;  // else too few chains keep the multipliers waiting
 #endif
@@ -103,12 +104,24 @@ __attribute__((noinline)) void multiply_grouped(const float* x, int64_t stride, 
   }
 }
 
+#if defined(__AVX512F__)
+template <typename T>
+INLINE void prepare_few_rows(const LinearArgs& a, int64_t depth, float* to) { widen_rows<T>(a, depth, to); }
+
+template <typename N, int WORDS, int ROWS>
+INLINE void multiply_words(const float* x, int64_t stride, const char* b, int64_t blocks, const PanelGroups& groups, float* c) {
+  multiply_grouped<N, WORDS, ROWS>(x, stride, b, blocks, groups, c);
+}
+#else
+#include "linear_interleaved_avx2.h"
+#endif
+
 template <typename N, int ROWS>
 INLINE void multiply_grouped(const float* x, int64_t stride, const char* b, int64_t blocks, const PanelGroups& groups, float* c) {
   const int64_t words = groups.group / N::PER_WORD;
-  if (words >= 16) return multiply_grouped<N, 16, ROWS>(x, stride, b, blocks, groups, c);
-  if (words == 8) return multiply_grouped<N, 8, ROWS>(x, stride, b, blocks, groups, c);
-  if constexpr (N::PER_WORD == 8) multiply_grouped<N, 4, ROWS>(x, stride, b, blocks, groups, c);
+  if (words >= 16) return multiply_words<N, 16, ROWS>(x, stride, b, blocks, groups, c);
+  if (words == 8) return multiply_words<N, 8, ROWS>(x, stride, b, blocks, groups, c);
+  if constexpr (N::PER_WORD == 8) multiply_words<N, 4, ROWS>(x, stride, b, blocks, groups, c);
 }
 
 template <typename N, int MOST>
@@ -208,9 +221,10 @@ void linear_numbers(const GroupedArgs& g, const Region& region) {
   const Int8Plan<T> plan(a, region.num_threads, true, N::DEPTH);
   float* sums = (float*)region.scratch;
   float* x = sums + MOST_AT_ONCE * PANEL;
-  widen_rows<T>(a, plan.num_blocks * N::DEPTH, x);
+  const int64_t depth = plan.num_blocks * N::DEPTH;
+  prepare_few_rows<T>(a, depth, x);
   if (N::SUBNORMAL)
-    for (int64_t i = 0; i < a.m * plan.num_blocks * N::DEPTH; i += W) vstore(x + i, without_subnormal(vload(x + i)));
+    for (int64_t i = 0; i < a.m * depth; i += W) vstore(x + i, without_subnormal(vload(x + i)));
   for (int64_t task; (task = next_task(region)) < plan.num_tasks;) few_rows_grouped<T, N>(g, plan, task, x, sums);
 }
 
