@@ -207,7 +207,7 @@ def main() -> None:
     base = EngineOptions(
         model=str(options.model),
         dtype="bfloat16",
-        kv_cache_memory_bytes=64 << 20,
+        kv_cache_memory_bytes=128 << 20,  # two models' of a prompt and 256 tokens
         max_model_len=1024,
         cpu_threads=options.threads,
     )
