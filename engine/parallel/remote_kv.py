@@ -1,4 +1,4 @@
-"""The KV of ranks on other machines or devices, as rank 0 sees it: can't they map its pool, each has one of its heads.
+"""The KV of ranks on other machines or devices, as rank 0 sees it. They can't map its pool: each has one of its heads.
 
 Rank 0's pool stays whole, so that planes, tiers, lending and copies know nothing of ranks:
 

@@ -14,7 +14,6 @@ from engine.parallel.start import start_ranks
 from pagewire.config import EngineOptions
 from pagewire.sampling import SamplingParams
 from tests.engine.model_harness import random_prompt
-from tests.engine.triton.conftest import *  # noqa: F403
 
 Tiny = Callable[..., Path]
 PROMPTS = [random_prompt(length, seed=3).tolist() for length in (3, 21)]
