@@ -64,9 +64,10 @@ class IndexView:
             return self.expect_read([worker_id]) if event.kind != "deregistered" else []
         if event_id <= self._as_of.get(worker_id, START):
             return []
-        if event.kind == "changed" and event[1:4] == (at[0], at[1], at[2] + 1):  # nearly always
+        position = event[1:4]
+        if position == (at[0], at[1], at[2] + 1) and event.kind == "changed":  # nearly always
             self._change(event)
-            self._at[worker_id] = event[1:4]
+            self._at[worker_id] = position
             return []
         return self._take_turn(event, at)
 

@@ -36,6 +36,7 @@ class MemoryIndex:
         self._records: dict[str, WorkerRecord] = {}
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._nothing: dict[str, int] = {}  # a depth of 0 for everybody: a copy costs less than making it
         self._owned = 0  # all bits that have an owner
         self._num_owners = 0  # so far; grows whenever a bit gets another one
         self._known = KnownDepths()
@@ -67,18 +68,19 @@ class MemoryIndex:
 
     def lookup(self, keys: Sequence[bytes], worker_ids: Sequence[str] | None = None) -> dict[str, int]:
         if worker_ids is None:
-            worker_ids, wanted = list(self._bits), self._owned
+            nothing, wanted = self._nothing.copy(), self._owned
         else:
-            wanted = reduce(or_, map(self._bits.get, worker_ids, repeat(0)), 0)
+            nothing = dict.fromkeys(worker_ids, 0)
+            wanted = reduce(or_, map(self._bits.get, nothing, repeat(0)), 0)
         if not keys or not wanted:
-            return dict.fromkeys(worker_ids, 0)
+            return nothing
         if len(keys[0]) != INDEX_KEY_BYTES:
             keys = index_keys(keys)
         first = self._holders.get(keys[0], 0) & wanted
         if not first:
-            return dict.fromkeys(worker_ids, 0)
+            return nothing
         # By value, as the caller's list may change; with who holds the first key, which the known places may not cover.
-        asked = (self._num_owners, first, tuple(worker_ids))
+        asked = (self._num_owners, first, tuple(nothing))
         groups: Groups = []
         ranges = [(1, len(keys), first)]
         known = self._known.find(keys)
@@ -91,7 +93,7 @@ class MemoryIndex:
         self._search(keys, ranges, groups)
         if wanted != first:
             groups.append((0, wanted ^ first))
-        depths = self._depths(worker_ids, groups)
+        depths = self._depths(nothing, groups)
         if wanted.bit_count() != len(depths):
             depths |= dict.fromkeys(depths.keys() - self._bits.keys(), 0)
         if known is not None and is_certain:
@@ -122,11 +124,11 @@ class MemoryIndex:
                     low, bits = middle, deeper
             groups.append((low, bits))
 
-    def _depths(self, worker_ids: Sequence[str], groups: Groups) -> dict[str, int]:
-        """By worker id; the largest group costs nothing."""
+    def _depths(self, nothing: dict[str, int], groups: Groups) -> dict[str, int]:
+        """By worker id, in the order of `nothing`; the largest group costs nothing."""
         sizes = [bits.bit_count() for _, bits in groups]
         usual = sizes.index(max(sizes))
-        depths = dict.fromkeys(worker_ids, groups[usual][0])
+        depths = dict.fromkeys(nothing, groups[usual][0]) if groups[usual][0] else nothing
         for number, (depth, bits) in enumerate(groups):
             if number == usual:
                 continue
@@ -162,6 +164,7 @@ class MemoryIndex:
             self.clear(worker_id)
         else:
             self._blocks[worker_id] = set()
+            self._nothing[worker_id] = 0
             self._give_bit(worker_id)
         self._records[worker_id] = record
         self.store(worker_id, blocks)
@@ -173,6 +176,7 @@ class MemoryIndex:
             bit = self._bits.pop(worker_id)
             del self._names[bit]
             self._owned ^= bit
+            del self._nothing[worker_id]
             del self._blocks[worker_id]
             del self._records[worker_id]
 
@@ -180,9 +184,11 @@ class MemoryIndex:
         """The worker now holds these 16-byte keys too."""
         bit, blocks, holders = self._bits[worker_id], self._blocks[worker_id], self._holders
         num_before = len(blocks)
-        for key in keys:
+        for key in keys:  # one look into each table where nobody else has the key
             blocks.add(key)
-            holders[key] = holders.get(key, 0) | bit
+            others = holders.setdefault(key, bit)
+            if not others & bit:
+                holders[key] = others | bit
         if self._garbage:
             self._sweep(len(blocks) - num_before)
 
@@ -191,12 +197,12 @@ class MemoryIndex:
         bit, blocks, holders = self._bits[worker_id], self._blocks[worker_id], self._holders
         num_before = len(blocks)
         for key in keys:
-            if key in blocks:
+            try:
                 blocks.remove(key)
-                if holders[key] == bit:  # nobody else has it
-                    del holders[key]
-                else:
-                    holders[key] &= ~bit
+            except KeyError:
+                continue
+            if others := holders.pop(key) & ~bit:
+                holders[key] = others
         if self._garbage:
             self._sweep(num_before - len(blocks))
 
@@ -249,6 +255,7 @@ class MemoryIndex:
                 expected[key] = expected.get(key, 0) | bit
         assert self._holders == expected, "holders and the workers' sets disagree"
         assert self._bits.keys() == self._records.keys() == self._blocks.keys(), "workers differ between tables"
+        assert self._nothing == dict.fromkeys(self._bits, 0), "not everybody begins at 0"
         assert {name: bit for bit, name in self._names.items()} == self._bits, "a bit has two owners"
         assert self._owned == sum(self._names), "not every owned bit is asked for"
 

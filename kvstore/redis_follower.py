@@ -137,8 +137,9 @@ class IndexFollower:
                     continue
                 if again := self._view.apply(_parse_id(event_id), event):
                     self._ask_for(again)
-                num_keys_read += len(event.removed) + len(event.stored)
-                num_keys += len(event.removed) + len(event.stored) + _KEYS_PER_EVENT
+                num_changed = len(event.removed) + len(event.stored)
+                num_keys_read += num_changed
+                num_keys += num_changed + _KEYS_PER_EVENT
                 if num_keys >= _KEYS_PER_TURN:
                     num_keys = 0
                     await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 from kvstore.events import Tier
@@ -61,7 +62,15 @@ def split_keys(blob: bytes) -> tuple[bytes, ...]:
     return tuple([blob[i : i + INDEX_KEY_BYTES] for i in range(0, len(blob), INDEX_KEY_BYTES)])
 
 
-_REPLACED = (b"worker", b"incarnation", b"generation", b"seq", b"group", b"tier", b"removed", b"stored")
+_REPLACED = [b"worker", b"incarnation", b"generation", b"seq", b"group", b"tier", b"removed", b"stored"]
+
+
+@lru_cache(1024)
+def _origin(
+    worker: bytes, incarnation: bytes, generation: bytes, group: bytes, tier: bytes
+) -> tuple[str, int, int, int, str]:
+    """What all events of a worker's life have in common, read once."""
+    return worker.decode(), int(incarnation), int(generation), int(group), tier.decode()
 
 
 class BlockEvent(NamedTuple):
@@ -113,21 +122,11 @@ class BlockEvent(NamedTuple):
 
         In half the time of `from_fields` if it is what a full worker writes: so many stored, so many removed.
         """
-        if len(pairs) == 2 * len(_REPLACED):
-            a, worker, b, incarnation, c, generation, d, seq, e, group, f, tier, g, removed, h, stored = pairs
-            if (a, b, c, d, e, f, g, h) == _REPLACED:
-                return cls(
-                    worker.decode(),
-                    int(incarnation),
-                    int(generation),
-                    int(seq),
-                    "changed",
-                    False,
-                    split_keys(removed),
-                    split_keys(stored),
-                    int(group),
-                    tier.decode(),
-                )
+        if len(pairs) == 2 * len(_REPLACED) and pairs[::2] == _REPLACED:
+            worker, incarnation, generation, seq, group, tier, removed, stored = pairs[1::2]
+            worker_id, life, reading, group_id, where = _origin(worker, incarnation, generation, group, tier)
+            keys = split_keys(removed), split_keys(stored)
+            return tuple.__new__(cls, (worker_id, life, reading, int(seq), "changed", False, *keys, group_id, where))
         return cls.from_fields(dict(zip(pairs[::2], pairs[1::2], strict=True)))
 
     @classmethod
