@@ -142,6 +142,10 @@ def ready_line(role: str, endpoint: str) -> str:
     return f"pagewire {role} ready {endpoint}"
 
 
+_LAST_WORDS_SECONDS = 0.2
+"""For what ends by itself, as health's streams do, before the rest is cancelled."""
+
+
 async def serve(
     server: grpc.aio.Server,
     health: HealthServicer,
@@ -155,8 +159,8 @@ async def serve(
 
     Drain: health says NOT_SERVING and its watchers' streams end; `drain()` lets the service finish or hand over what
     runs and end its long-lived streams; the server stops. Both together get `drain_timeout` seconds, then what still
-    runs is cancelled. A second signal cancels at once. So does `death`, whose exception is then raised: the process
-    has lost what it cannot serve without.
+    runs is cancelled. A second signal cancels without a drain. So does `death`, whose exception is then raised: the
+    process has lost what it cannot serve without.
     """
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()
@@ -205,7 +209,7 @@ async def _drain(
         logger.warning(
             "drain cut short%s: cancelling what still runs", "" if hurry.is_set() else f" after {timeout:g} s"
         )
-        await server.stop(None)
+        await server.stop(_LAST_WORDS_SECONDS)
         finishing.cancel()
     await asyncio.gather(finishing, hurrying, return_exceptions=True)
     await server.stop(None)
