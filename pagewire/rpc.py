@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # Largest message either side accepts. A prompt of the longest models in token ids is below 8 MiB, a KV frame at most
 # 4 MiB; anything larger is refused by gRPC with RESOURCE_EXHAUSTED and both numbers.
 MAX_MESSAGE_BYTES = 16 << 20
+_LAST_WORDS_SECONDS = 0.2
+"""For what ends by itself, as health's streams do, before the rest is cancelled."""
 PLAINTEXT = Security()
 
 Options = Sequence[tuple[str, Any]]
@@ -140,10 +142,6 @@ def sync_channel(target: str, *, security: Security = PLAINTEXT) -> grpc.Channel
 def ready_line(role: str, endpoint: str) -> str:
     """The line on stdout by which `pagewire up` knows that a child serves."""
     return f"pagewire {role} ready {endpoint}"
-
-
-_LAST_WORDS_SECONDS = 0.2
-"""For what ends by itself, as health's streams do, before the rest is cancelled."""
 
 
 async def serve(

@@ -44,6 +44,8 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise ResourceExhausted("queue is full (3 of 3)", retry_after_s=2.5)
             if request.text == "hang":
                 await asyncio.Event().wait()
+            if request.text == "soon":
+                await asyncio.sleep(0.05)
             yield inference_pb2.GenerateResponse(text="second", done=True)
         finally:
             self.closed.set()
@@ -385,8 +387,11 @@ async def test_death_ends_serving_at_once_and_is_raised() -> None:
     async with rpc.channel(running.target) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        ends = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest(text="soon"))
+        assert (await ends.read()).text == "first"
         death.set_exception(RuntimeError("device on fire"))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await ends.read()).text == "second"
         with pytest.raises(RuntimeError, match="device on fire"):
             await asyncio.wait_for(serving, 5)
 
