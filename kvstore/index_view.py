@@ -1,6 +1,6 @@
 """What a router knows of all workers, kept right by rules alone: which event continues and who must be re-read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvstore.events import LOWER_TIERS
@@ -64,10 +64,12 @@ class IndexView:
             return self.expect_read([worker_id]) if event.kind != "deregistered" else []
         if event_id <= self._as_of.get(worker_id, START):
             return []
-        position = event[1:4]
-        if position == (at[0], at[1], at[2] + 1) and event.kind == "changed":  # nearly always
-            self._change(event)
-            self._at[worker_id] = position
+        _, incarnation, generation, seq, kind, cleared, removed, stored, _, tier = (
+            event  # once: a look at a name is slow
+        )
+        if seq == at[2] + 1 and generation == at[1] and incarnation == at[0] and kind == "changed":  # nearly always
+            self._change(worker_id, tier, cleared, removed, stored)
+            self._at[worker_id] = (incarnation, generation, seq)
             return []
         return self._take_turn(event, at)
 
@@ -88,20 +90,22 @@ class IndexView:
         if event.kind == "registered":
             for memory in self._memories():
                 memory.clear(worker_id)
-        self._change(event)
+        self._change(worker_id, event.tier, event.cleared, event.removed, event.stored)
         self._at[worker_id] = event.position
         return []
 
-    def _change(self, event: BlockEvent) -> None:
-        memory = self.memory if event.tier == "device" else self.lower.get(event.tier)
+    def _change(
+        self, worker_id: str, tier: str, cleared: bool, removed: Sequence[bytes], stored: Sequence[bytes]
+    ) -> None:
+        memory = self.memory if tier == "device" else self.lower.get(tier)
         if memory is None:
             return  # a tier that this version doesn't know
-        if event.cleared:
-            memory.clear(event.worker_id)
-        if event.removed:
-            memory.remove(event.worker_id, event.removed)
-        if event.stored:
-            memory.store(event.worker_id, event.stored)
+        if cleared:
+            memory.clear(worker_id)
+        if removed:
+            memory.remove(worker_id, removed)
+        if stored:
+            memory.store(worker_id, stored)
 
     def _memories(self) -> tuple[MemoryIndex, ...]:
         return self.memory, *self.lower.values()

@@ -26,7 +26,8 @@ _KEYS_PER_EVENT = 16  # an event costs as much as so many keys
 _BLOCK_SECONDS = 1.0
 _BLOCKS_PER_PIECE = 1024  # 10 ms of an event loop
 
-_Piece = tuple[EventId, list[tuple[bytes, list[bytes]]]]  # of the stream: what it follows, ids with names and values
+# Of the stream: what it follows, ids with names and values, whether as many came as were asked for.
+_Piece = tuple[EventId, list[tuple[bytes, list[bytes]]], bool]
 
 
 class IndexFollower:
@@ -110,22 +111,20 @@ class IndexFollower:
 
     async def _receive(self, stream: Redis, pieces: "asyncio.Queue[_Piece]") -> None:
         while True:
-            since = self._received
+            since, count = self._received, self._events_per_read
             read = stream.xread(
-                {self._names.events: f"{since[0]}-{since[1]}"},
-                count=self._events_per_read,
-                block=int(_BLOCK_SECONDS * 1000),
+                {self._names.events: f"{since[0]}-{since[1]}"}, count=count, block=int(_BLOCK_SECONDS * 1000)
             )
             reply = await result(read)
             if reply and since == self._received:  # else the stream has started over
                 entries = reply[0][1]
                 self._received = _parse_id(entries[-1][0])
-                await pieces.put((since, entries))
+                await pieces.put((since, entries, len(entries) >= count))
 
     async def _apply_all(self, pieces: "asyncio.Queue[_Piece]") -> None:
         num_keys = 0
         while True:
-            since, entries = await pieces.get()
+            since, entries, is_full = await pieces.get()
             num_keys_read = 0
             for event_id, pairs in entries:
                 if since != self._cursor:  # the stream has started over
@@ -147,7 +146,7 @@ class IndexFollower:
                 self._cursor = _parse_id(entries[-1][0])
                 self._on_advance()
             # A backlog of small events is read in larger pieces; of large ones a piece stays about a megabyte.
-            is_backlog = len(entries) >= self._events_per_read and num_keys_read < _KEYS_PER_READ
+            is_backlog = is_full and num_keys_read < _KEYS_PER_READ
             larger = min(2 * self._events_per_read, _MAX_EVENTS_PER_READ)
             self._events_per_read = larger if is_backlog else _MIN_EVENTS_PER_READ
 

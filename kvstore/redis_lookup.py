@@ -16,32 +16,41 @@ from kvstore.redis_script import RedisScript
 logger = logging.getLogger(__name__)
 
 # What a worker holds is prefix-closed, so "holds keys[i]" is true up to the depth and false from there on. Where the
-# caller guesses a depth, that key and the next are asked for first: two questions if it is right, and ten of 512 keys
+# caller guesses a depth, that key and the next are asked for first: one question if it is right, and ten of 512 keys
 # if not. The others begin with the first key: most workers have nothing of a prompt.
 # One piece each, as a client spends more on 70 arguments than the server on the search. KEYS: one of the slot that has
 # them all. ARGV: names of the workers' hashes and sets up to the id, the 16-byte keys, the ids, then their lengths
 # and the guesses as u32.
 _SCRIPT = RedisScript("""
-local call, sub, floor, unpack_u32 = redis.call, string.sub, math.floor, struct.unpack
+local call, sub, floor, min, unpack_u32 = redis.call, string.sub, math.floor, math.min, struct.unpack
 local hashes, sets, blob, ids, lengths, guesses = unpack(ARGV)
 local num_keys, first, depths = #blob / 16, 1, {}
 for w = 1, #lengths / 4 do
   local length, guess = unpack_u32('<I4', lengths, 4 * w - 3), unpack_u32('<I4', guesses, 4 * w - 3)
   local id = sub(ids, first, first + length - 1)
-  local low, high, middle = 0, num_keys, math.max(guess, 1)
   local incarnation = call('HGET', hashes .. id, 'incarnation')
-  if not incarnation then high = 0 end
   local blocks = sets .. id .. ':' .. (incarnation or '')
+  local low, high = 0, incarnation and num_keys or 0
+  guess = min(guess, high)
+  if guess > 0 then
+    local at, after = sub(blob, 16 * guess - 15, 16 * guess), sub(blob, 16 * guess + 1, 16 * guess + 16)
+    local holds = call('SMISMEMBER', blocks, at, after)
+    if holds[1] == 0 then
+      high = guess - 1
+    elseif holds[2] == 0 then
+      low, high = guess, guess
+    else
+      low = guess + 1
+    end
+  elseif high > 0 then
+    if call('SISMEMBER', blocks, sub(blob, 1, 16)) == 1 then low = 1 else high = 0 end
+  end
   while low < high do
+    local middle = floor((low + high + 1) / 2)
     if call('SISMEMBER', blocks, sub(blob, 16 * middle - 15, 16 * middle)) == 1 then
       low = middle
     else
       high = middle - 1
-    end
-    if low == guess and low > 0 and middle == low then
-      middle = low + 1
-    else
-      middle = floor((low + high + 1) / 2)
     end
   end
   depths[w], first = low, first + length
@@ -74,7 +83,7 @@ class DirectLookup:
         if not worker_ids or not keys:
             return dict.fromkeys(worker_ids, 0)
         ids = [worker_id.encode() for worker_id in worker_ids]
-        expected = [min(guesses.get(worker_id, 0), len(keys)) for worker_id in worker_ids]
+        expected = [guesses.get(worker_id, 0) for worker_id in worker_ids]
         numbers = struct.Struct(f"<{len(ids)}I")
         blob = b"".join(keys if len(keys[0]) == INDEX_KEY_BYTES else index_keys(keys))
         arguments: list[Any] = [names.worker(""), names.blocks_prefix, blob, b"".join(ids)]
@@ -85,4 +94,4 @@ class DirectLookup:
             logger.debug("no direct lookup for %g s: %r", _PAUSE_SECONDS, error)
             self._paused_until = asyncio.get_running_loop().time() + _PAUSE_SECONDS
             return None
-        return dict(zip(worker_ids, map(int, depths), strict=True))
+        return dict(zip(worker_ids, depths, strict=True))

@@ -1,6 +1,7 @@
 """The Redis index when things break: no server, a server that dies, forgets or hangs; zombies; overflow; bad URLs."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +17,7 @@ from kvstore.index_view import IndexView
 from kvstore.redis_connection import RedisTarget, RedisUrlError
 from kvstore.redis_index import RedisIndex
 from kvstore.redis_keys import BlockEvent, RedisKeys
-from kvstore.registry import ModelRecord
+from kvstore.registry import ModelRecord, WorkerRecord
 from tests.kvstore.simulated import RedisBackend, chain, check_equal, crash, until
 from tests.valkey import Server
 
@@ -319,6 +320,30 @@ async def test_views_that_join_at_any_time_agree(backend: RedisBackend) -> None:
         assert view.blocks("w") == worker.index_keys
         assert view.num_reads == 1
         await view.stop()
+
+
+async def test_a_backlog_is_read_in_large_pieces(server: Server) -> None:
+    """Small events cost more to ask for than to apply."""
+    root = os.urandom(32)
+    names, record = RedisKeys(root), WorkerRecord("w", "", "decode", 7, 1, 1, root=root)
+    keys = [key[:16] for key in chain(4096)]
+    events = [BlockEvent("w", 7, 1, seq, stored=(key,)) for seq, key in enumerate(keys, 2)]
+    index = RedisIndex(server.url, root, poll_seconds=60.0)
+    async with redis.asyncio.Redis.from_url(server.url, protocol=2) as client:
+        await client.sadd(names.workers, "w")
+        await client.hset(names.worker("w"), mapping=record.to_hash())
+        await index.start()
+        await until(lambda: index.position("w") == record.position)
+        await client.config_resetstat()
+        async with client.pipeline(transaction=True) as pipe:
+            for event in events:
+                pipe.xadd(names.events, event.to_fields())
+            await pipe.execute()
+        await until(lambda: index.position("w") == events[-1].position)
+        num_reads = (await client.info("commandstats"))["cmdstat_xread"]["calls"]
+    assert index.blocks("w") == set(keys)
+    await index.stop()
+    assert num_reads <= 16  # of 64, 64, 128, 256, 512 …; of 64 each they were 64
 
 
 async def test_any_thread_may_publish(backend: RedisBackend) -> None:
