@@ -125,27 +125,16 @@ class KvCache:
         )
 
     def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[int]:
-        """Blocks of the longest cached prefix, references taken. Callers that must compute a token pass fewer keys.
-
-        Long ones go piece by piece, so that the other thread waits for microseconds: what is matched can't be evicted.
-        """
-        block_ids: list[int] = []
-        for start in range(0, len(keys), _PIECE):
-            piece = keys[start : start + _PIECE]
-            tokens = tuple(token_ids[start * self.block_size : (start + len(piece)) * self.block_size])
-            with self._lock:
-                found = self._pool.match(piece, tokens, self.block_size)
-            block_ids += found
-            if len(found) < len(piece):
-                break
-        return block_ids
+        """Blocks of the longest cached prefix, references taken. Callers that must compute a token pass fewer keys."""
+        return self.match_run(0, keys, token_ids, 0)
 
     def match_run(
         self, group: int, keys: Sequence[bytes], token_ids: Sequence[int], first: int, end: int | None = None
     ) -> list[int]:
         """Blocks of the longest cached run of a chain in one group, from number `first` on, references taken.
 
-        `keys` and `token_ids` are those of the whole chain; no further than block `end`.
+        `keys` and `token_ids` are those of the whole chain; no further than block `end`. Long ones go piece by piece,
+        so that the other thread waits for microseconds: what is matched can't be evicted.
         """
         end = len(keys) if end is None else min(end, len(keys))
         block_ids: list[int] = []
