@@ -38,10 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.index_world import LUA_WALK, PROMPT_BLOCKS, World, fresh, make_chain
 from bench.machine import describe
 from kvstore.embedded_valkey import EmbeddedValkey
-from kvstore.index_view import IndexView
+from kvstore.index_view import START, IndexView
 from kvstore.memory_index import MemoryIndex
 from kvstore.redis_index import RedisIndex
 from kvstore.redis_keys import BlockEvent, RedisKeys
+from kvstore.redis_link import RedisLink
 from kvstore.redis_lookup import DirectLookup
 from kvstore.registry import WorkerRecord
 
@@ -174,12 +175,13 @@ class Bench:
         await index.quiesce(300)
         points.append(self.point("set per worker", "router start", time.perf_counter() - start, 0, "s"))
         points += await self.timed("set per worker", client, index.lookup_direct)
-        direct, nothing = DirectLookup(10.0), dict[str, int]()
+        direct, link, nothing = DirectLookup(10.0), await RedisLink.open(client), dict[str, int]()
 
         async def blind(prompt: Sequence[bytes]) -> dict[str, int] | None:
-            return await direct.lookup(client, self.names, prompt, self.world.worker_ids, nothing)
+            return await direct.lookup(link, self.names, prompt, self.world.worker_ids, nothing)
 
         points += await self.timed("set per worker, empty view", client, blind)
+        await link.close()
         points += await self.events(index, client)
         await index.stop()
         return points
@@ -201,10 +203,10 @@ class Bench:
             for worker_id, record in index.workers().items():
                 view.expect_read([worker_id])
                 view.begin_snapshot(record)
-                view.finish_read(worker_id, replace(record, seq=_seq(index, worker_id)), (0, 1))
+                view.finish_read(worker_id, replace(record, seq=_seq(index, worker_id)), START)
             start = time.perf_counter()
             for number, event in enumerate(events, 1):
-                view.apply((1, number), event)
+                view.apply(b"1-%d" % number, event)
             assert not view.is_reading, "an event was not taken"
             name = f"apply events of {blocks_per_event}"
             points.append(self.point("memory", name, num_blocks / (time.perf_counter() - start), 0, "blocks/s"))

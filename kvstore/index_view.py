@@ -8,10 +8,11 @@ from kvstore.memory_index import MemoryIndex
 from kvstore.redis_keys import BlockEvent
 from kvstore.registry import WorkerRecord
 
-EventId = tuple[int, int]
+EventId = bytes
+"""As Redis writes it, b"1700000000000-3"; `moment` puts them in order."""
 Position = tuple[int, int, int]
 
-START: EventId = (0, 0)
+START: EventId = b"0-0"
 _MAX_WAITING = 4096
 
 
@@ -32,7 +33,7 @@ class IndexView:
         self.num_reads = 0  # workers read so far, the first time included
         self.version = 0  # grows whenever who is registered, or as what, changes
         self._at: dict[str, Position] = {}  # how far into each registered worker's history the view is
-        self._as_of: dict[str, EventId] = {}
+        self._as_of: dict[str, EventId] = {}  # of workers that were read: the stream's last event then
         self._waiting: dict[str, list[tuple[EventId, BlockEvent]]] = {}
         self._suspects: dict[str, tuple[Position, Position]] = {}
 
@@ -47,7 +48,7 @@ class IndexView:
 
     def restart(self) -> None:
         """The stream is another one, or was not followed for a while: event ids known so far mean nothing."""
-        self._as_of = dict.fromkeys(self._as_of, START)
+        self._as_of.clear()
         self._waiting.clear()
         self._suspects.clear()
 
@@ -62,8 +63,11 @@ class IndexView:
         at = self._at.get(worker_id)
         if at is None:
             return self.expect_read([worker_id]) if event.kind != "deregistered" else []
-        if event_id <= self._as_of.get(worker_id, START):
-            return []
+        as_of = self._as_of.get(worker_id)
+        if as_of is not None:
+            if moment(event_id) <= moment(as_of):
+                return []
+            del self._as_of[worker_id]  # all that follow are later
         _, incarnation, generation, seq, kind, cleared, removed, stored, _, tier = (
             event  # once: a look at a name is slow
         )
@@ -181,3 +185,9 @@ class IndexView:
 
 def _has_caught_up(now: Position, target: Position, before: Position) -> bool:
     return now != before and now[:2] == target[:2] and now[2] >= target[2]
+
+
+def moment(event_id: EventId) -> tuple[int, int]:
+    """Milliseconds of Redis's clock, and the how-manieth event in that millisecond."""
+    milliseconds, _, count = event_id.partition(b"-")
+    return int(milliseconds), int(count)

@@ -11,10 +11,11 @@ from redis.exceptions import WatchError
 
 from kvstore.background import until_first_ends
 from kvstore.events import LOWER_TIERS, Tier
-from kvstore.index_view import START, EventId, IndexView, Position
+from kvstore.index_view import START, EventId, IndexView, Position, moment
 from kvstore.memory_index import MemoryIndex
 from kvstore.redis_connection import RedisTarget, close, result
 from kvstore.redis_keys import BlockEvent, RedisKeys
+from kvstore.redis_link import RedisLink
 from kvstore.registry import WorkerRecord
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _BLOCK_SECONDS = 1.0
 _BLOCKS_PER_PIECE = 1024  # 10 ms of an event loop
 
 # Of the stream: what it follows, ids with names and values, whether as many came as were asked for.
-_Piece = tuple[EventId, list[tuple[bytes, list[bytes]]], bool]
+_Piece = tuple[EventId, list[tuple[EventId, list[bytes]]], bool]
 
 
 class IndexFollower:
@@ -38,7 +39,7 @@ class IndexFollower:
                  were lost or trimmed, and a stream that started over
         read     hash and last event id of one worker at one moment, then its set in pieces, one worker after another
 
-    Each has its own connection, so that a large set being read holds up nobody.
+    Each has its own connection, so that a large set being read holds up nobody; `link` is for lookups.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class IndexFollower:
         self._events_per_read = _MIN_EVENTS_PER_READ
         self._unread: asyncio.Queue[str] = asyncio.Queue()
         self.redis: Redis | None = None  # set while it follows
+        self.link: RedisLink | None = None  # likewise
         self.lag_seconds = 0.0  # from the newest event that was applied to the newest that Redis had at the last poll
 
     async def run(self) -> None:
@@ -73,11 +75,15 @@ class IndexFollower:
             self._view.restart()
             self._received = self._cursor = (await self.positions(redis))[1]
             await self._poll(redis)
-            self.redis = redis
+            link = await RedisLink.open(redis)
+            stack.push_async_callback(link.close)
+            self.redis, self.link = redis, link
             try:
-                await until_first_ends([self._follow(stream), self._poll_on(redis), self._read_on(redis)])
+                await until_first_ends(
+                    [self._follow(stream), self._poll_on(redis), self._read_on(redis), link.until_lost()]
+                )
             finally:
-                self.redis = None
+                self.redis = self.link = None
 
     async def _open(self, stack: contextlib.AsyncExitStack, timeout: float) -> Redis:
         redis = await self._target.connect(self._names.prefix, timeout)
@@ -97,7 +103,7 @@ class IndexFollower:
     def _is_at(self, positions: dict[str, Position], last_event: EventId) -> bool:
         workers = self._view.memory.workers()
         return (
-            self._cursor >= last_event
+            moment(self._cursor) >= moment(last_event)
             and not self._view.is_reading
             and workers.keys() <= positions.keys()
             and all(_has_reached(self._view.position(worker_id), position) for worker_id, position in positions.items())
@@ -112,13 +118,11 @@ class IndexFollower:
     async def _receive(self, stream: Redis, pieces: "asyncio.Queue[_Piece]") -> None:
         while True:
             since, count = self._received, self._events_per_read
-            read = stream.xread(
-                {self._names.events: f"{since[0]}-{since[1]}"}, count=count, block=int(_BLOCK_SECONDS * 1000)
-            )
+            read = stream.xread({self._names.events: since}, count=count, block=int(_BLOCK_SECONDS * 1000))
             reply = await result(read)
             if reply and since == self._received:  # else the stream has started over
                 entries = reply[0][1]
-                self._received = _parse_id(entries[-1][0])
+                self._received = entries[-1][0]
                 await pieces.put((since, entries, len(entries) >= count))
 
     async def _apply_all(self, pieces: "asyncio.Queue[_Piece]") -> None:
@@ -134,7 +138,7 @@ class IndexFollower:
                 except ValueError as error:
                     logger.warning("skipped entry %s of %s: %s", event_id.decode(), self._names.events, error)
                     continue
-                if again := self._view.apply(_parse_id(event_id), event):
+                if again := self._view.apply(event_id, event):
                     self._ask_for(again)
                 num_changed = len(event.removed) + len(event.stored)
                 num_keys_read += num_changed
@@ -143,7 +147,7 @@ class IndexFollower:
                     num_keys = 0
                     await asyncio.sleep(0)
             else:
-                self._cursor = _parse_id(entries[-1][0])
+                self._cursor = entries[-1][0]
                 self._on_advance()
             # A backlog of small events is read in larger pieces; of large ones a piece stays about a megabyte.
             is_backlog = is_full and num_keys_read < _KEYS_PER_READ
@@ -158,8 +162,8 @@ class IndexFollower:
     async def _poll(self, redis: Redis) -> None:
         cursor = self._cursor
         positions, last_event = await self.positions(redis)
-        self.lag_seconds = max(0.0, (last_event[0] - self._cursor[0]) / 1e3)  # both by Redis's clock
-        if last_event < cursor:
+        self.lag_seconds = max(0.0, (moment(last_event)[0] - moment(self._cursor)[0]) / 1e3)  # both by Redis's clock
+        if moment(last_event) < moment(cursor):
             logger.warning("the index's event stream has started over")
             self._received = self._cursor = last_event
             self._view.restart()
@@ -182,7 +186,7 @@ class IndexFollower:
                 await self._strike_off(redis, worker_id)
             else:
                 positions[worker_id] = (int(values[0]), int(values[1]), int(values[2]))
-        return positions, _parse_id(last[0][0]) if last else START
+        return positions, last[0][0] if last else START
 
     async def _strike_off(self, redis: Redis, worker_id: str) -> None:
         """Takes a worker without a lease off the list, unless it comes back this very moment."""
@@ -225,7 +229,7 @@ class IndexFollower:
                 logger.warning("%s", error)
         num_blocks = len(self._view.memory.blocks(worker_id))
         logger.info("read %s: %s", worker_id, "not registered" if record is None else f"{num_blocks} blocks")
-        self._ask_for(self._view.finish_read(worker_id, record, _parse_id(last[0][0]) if last else START))
+        self._ask_for(self._view.finish_read(worker_id, record, last[0][0] if last else START))
 
     async def _scan(self, redis: Redis, record: WorkerRecord) -> None:
         self._view.begin_snapshot(record)
@@ -250,8 +254,3 @@ def _as_it_came(response: Any, **kwargs: Any) -> Any:
 
 def _has_reached(at: Position | None, position: Position) -> bool:
     return at is not None and at[0] == position[0] and at >= position
-
-
-def _parse_id(event_id: bytes) -> EventId:
-    milliseconds, _, count = event_id.partition(b"-")
-    return int(milliseconds), int(count)

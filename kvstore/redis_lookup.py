@@ -6,11 +6,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from redis.asyncio import Redis
-
-from kvstore.background import within
 from kvstore.redis_connection import CONNECTION_ERRORS
 from kvstore.redis_keys import INDEX_KEY_BYTES, RedisKeys, index_keys
+from kvstore.redis_link import RedisLink
 from kvstore.redis_script import RedisScript
 
 logger = logging.getLogger(__name__)
@@ -70,7 +68,7 @@ class DirectLookup:
 
     async def lookup(
         self,
-        redis: Redis,
+        link: RedisLink,
         names: RedisKeys,
         keys: Sequence[bytes],
         worker_ids: Sequence[str],
@@ -89,7 +87,8 @@ class DirectLookup:
         arguments: list[Any] = [names.worker(""), names.blocks_prefix, blob, b"".join(ids)]
         arguments += [numbers.pack(*map(len, ids)), numbers.pack(*expected)]
         try:
-            depths = await within(self._timeout, _SCRIPT.run(redis, [names.workers], arguments))
+            async with asyncio.timeout(self._timeout):
+                depths = await _SCRIPT.run(link, [names.workers], arguments)
         except CONNECTION_ERRORS as error:
             logger.debug("no direct lookup for %g s: %r", _PAUSE_SECONDS, error)
             self._paused_until = asyncio.get_running_loop().time() + _PAUSE_SECONDS

@@ -7,7 +7,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from kvstore.redis_connection import result
+from kvstore.redis_link import RedisLink
 
 
 class RedisScript:
@@ -17,9 +17,10 @@ class RedisScript:
         self._text = text
         self._digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
-    async def run(self, redis: Redis, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+    async def run(self, redis: Redis | RedisLink, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         """Its answer, in one round trip once the server knows it."""
+        words = (len(keys), *keys, *arguments)
         try:
-            return await result(redis.evalsha(self._digest, len(keys), *keys, *arguments))
+            return await redis.execute_command("EVALSHA", self._digest, *words)
         except NoScriptError:
-            return await result(redis.eval(self._text, len(keys), *keys, *arguments))
+            return await redis.execute_command("EVAL", self._text, *words)

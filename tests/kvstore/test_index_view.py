@@ -20,11 +20,11 @@ def event(seq: int, *stored: bytes, **changes: object) -> BlockEvent:
 def view_with(*blocks: bytes) -> IndexView:
     view = IndexView()
     assert view.expect_read(["w"]) == ["w"]
-    read(view, RECORD, *blocks, as_of=(10, 0))
+    read(view, RECORD, *blocks, as_of=b"10-0")
     return view
 
 
-def read(view: IndexView, record: WorkerRecord | None, *blocks: bytes, as_of: tuple[int, int]) -> list[str]:
+def read(view: IndexView, record: WorkerRecord | None, *blocks: bytes, as_of: bytes) -> list[str]:
     if record is not None:
         view.begin_snapshot(record)
         view.memory.store(record.worker_id, blocks)
@@ -33,18 +33,18 @@ def read(view: IndexView, record: WorkerRecord | None, *blocks: bytes, as_of: tu
 
 def test_the_next_event_is_applied_in_the_order_cleared_removed_stored() -> None:
     view = view_with(A, B)
-    assert view.apply((11, 0), event(4, C, removed=(B,))) == []
+    assert view.apply(b"11-0", event(4, C, removed=(B,))) == []
     assert view.memory.blocks("w") == {A, C}
-    assert view.apply((12, 0), event(5, A, D, cleared=True)) == []
+    assert view.apply(b"12-0", event(5, A, D, cleared=True)) == []
     assert view.memory.blocks("w") == {A, D}
     assert view.position("w") == (7, 1, 5)
 
 
 def test_events_up_to_the_snapshot_are_skipped() -> None:
     view = view_with(A)
-    assert view.apply((9, 0), event(2, B)) == []
-    assert view.apply((10, 0), event(3, C)) == []
-    assert view.apply((9, 9), event(9, incarnation=1)) == []
+    assert view.apply(b"9-0", event(2, B)) == []
+    assert view.apply(b"10-0", event(3, C)) == []
+    assert view.apply(b"9-9", event(9, incarnation=1)) == []
     assert view.memory.blocks("w") == {A}
 
 
@@ -61,50 +61,50 @@ def test_events_up_to_the_snapshot_are_skipped() -> None:
 )
 def test_what_does_not_continue_has_the_worker_read_again(later: BlockEvent, blocks_left: set[bytes]) -> None:
     view = view_with(A)
-    assert view.apply((11, 0), later) == ["w"]
+    assert view.apply(b"11-0", later) == ["w"]
     assert view.is_reading
     assert view.memory.blocks("w") == blocks_left
-    assert view.apply((12, 0), event(6, D)) == []  # waits
+    assert view.apply(b"12-0", event(6, D)) == []  # waits
     assert view.memory.blocks("w") == blocks_left
-    assert read(view, replace(RECORD, seq=5), A, B, as_of=(11, 0)) == []
+    assert read(view, replace(RECORD, seq=5), A, B, as_of=b"11-0") == []
     assert view.memory.blocks("w") == {A, B, D}
     assert not view.is_reading
 
 
 def test_a_new_generation_begins_empty_and_needs_no_read() -> None:
     view = view_with(A, B)
-    assert view.apply((11, 0), event(1, generation=2, kind="registered", cleared=True)) == []
-    assert view.apply((12, 0), event(2, C, generation=2)) == []
+    assert view.apply(b"11-0", event(1, generation=2, kind="registered", cleared=True)) == []
+    assert view.apply(b"12-0", event(2, C, generation=2)) == []
     assert view.memory.blocks("w") == {C}
     assert view.num_reads == 1
 
 
 def test_a_gap_among_the_waiting_is_found_too() -> None:
     view = view_with(A)
-    assert view.apply((11, 0), event(7)) == ["w"]
-    assert view.apply((12, 0), event(8, C)) == []
-    assert view.apply((14, 0), event(10, D)) == []
-    assert read(view, replace(RECORD, seq=7), A, as_of=(11, 0)) == ["w"]
-    assert read(view, replace(RECORD, seq=9), A, C, as_of=(13, 0)) == []
+    assert view.apply(b"11-0", event(7)) == ["w"]
+    assert view.apply(b"12-0", event(8, C)) == []
+    assert view.apply(b"14-0", event(10, D)) == []
+    assert read(view, replace(RECORD, seq=7), A, as_of=b"11-0") == ["w"]
+    assert read(view, replace(RECORD, seq=9), A, C, as_of=b"13-0") == []
     assert view.memory.blocks("w") == {A, C, D}
 
 
 def test_deregistering_and_coming_back() -> None:
     view = view_with(A)
     version = view.version
-    assert view.apply((11, 0), event(4, kind="deregistered", cleared=True)) == []
+    assert view.apply(b"11-0", event(4, kind="deregistered", cleared=True)) == []
     assert dict(view.memory.workers()) == {}
     assert view.version == version + 1
-    assert view.apply((12, 0), event(4, kind="deregistered")) == []
-    assert view.apply((13, 0), event(1, kind="registered", incarnation=9)) == ["w"]
-    assert read(view, replace(RECORD, incarnation=9, seq=1), as_of=(13, 0)) == []
+    assert view.apply(b"12-0", event(4, kind="deregistered")) == []
+    assert view.apply(b"13-0", event(1, kind="registered", incarnation=9)) == ["w"]
+    assert read(view, replace(RECORD, incarnation=9, seq=1), as_of=b"13-0") == []
     assert view.memory.workers()["w"].incarnation == 9
 
 
 def test_a_read_that_finds_nothing_or_breaks_off() -> None:
     view = view_with(A)
     view.expect_read(["w"])
-    assert read(view, None, as_of=(20, 0)) == []
+    assert read(view, None, as_of=b"20-0") == []
     assert not view.memory.workers()
     view.expect_read(["w"])
     view.begin_snapshot(RECORD)
@@ -118,18 +118,18 @@ def test_reconcile_waits_for_what_is_on_its_way_and_finds_what_is_not() -> None:
     view = view_with(A)
     assert view.reconcile({"w": (7, 1, 3)}) == []
     assert view.reconcile({"w": (7, 1, 5)}) == []  # two events are on their way
-    view.apply((11, 0), event(4))
-    view.apply((12, 0), event(5))
+    view.apply(b"11-0", event(4))
+    view.apply(b"12-0", event(5))
     assert view.reconcile({"w": (7, 1, 6)}) == []  # and one more
     assert view.reconcile({"w": (7, 1, 6)}) == ["w"]  # it never came
     assert view.reconcile({"w": (7, 1, 6)}) == []  # is being read
-    read(view, replace(RECORD, seq=6), A, as_of=(12, 0))
+    read(view, replace(RECORD, seq=6), A, as_of=b"12-0")
     assert view.reconcile({"w": (7, 1, 2)}) == []  # Redis is behind: it lost writes, or we looked too early
     assert view.reconcile({"w": (7, 1, 2)}) == ["w"]
-    read(view, replace(RECORD, seq=2), as_of=(5, 0))
+    read(view, replace(RECORD, seq=2), as_of=b"5-0")
     assert view.reconcile({"w": (8, 1, 1)}) == []
     assert view.reconcile({"w": (8, 1, 1)}) == ["w"]
-    read(view, replace(RECORD, incarnation=8, seq=1), as_of=(13, 0))
+    read(view, replace(RECORD, incarnation=8, seq=1), as_of=b"13-0")
     assert view.reconcile({"other": (1, 1, 1)}) == ["other"]
     assert not view.memory.workers()  # w has no lease any more
 
@@ -144,13 +144,13 @@ def test_any_loss_heals_by_reconciling() -> None:
             stored, removed = ((), (key,)) if key in held else ((key,), ())
             held, seq = held.symmetric_difference({key}), seq + 1
             if rng.random() < 0.8:
-                asked = view.apply((100 + step, 0), event(seq, *stored, removed=removed))
+                asked = view.apply(b"%d-0" % (100 + step), event(seq, *stored, removed=removed))
                 if asked and rng.random() < 0.5:
-                    read(view, replace(RECORD, seq=seq), *held, as_of=(100 + step, 0))
+                    read(view, replace(RECORD, seq=seq), *held, as_of=b"%d-0" % (100 + step))
         for _ in range(2):
             view.reconcile({"w": (7, 1, seq)})
             if view.is_reading:
-                read(view, replace(RECORD, seq=seq), *held, as_of=(1000, 0))
+                read(view, replace(RECORD, seq=seq), *held, as_of=b"1000-0")
         assert view.memory.blocks("w") == held
         view.memory.check_integrity()
 

@@ -13,7 +13,7 @@ import redis.asyncio
 
 from kvstore.background import end_tasks
 from kvstore.events import CacheEvent
-from kvstore.index_view import IndexView
+from kvstore.index_view import START, IndexView
 from kvstore.redis_connection import RedisTarget, RedisUrlError
 from kvstore.redis_index import RedisIndex
 from kvstore.redis_keys import BlockEvent, RedisKeys
@@ -132,7 +132,7 @@ async def test_a_lost_event_has_that_worker_read_again(
     num_reads = backend.index.num_reads
     apply = IndexView.apply
 
-    def lossy(view: IndexView, event_id: tuple[int, int], event: BlockEvent) -> list[str]:
+    def lossy(view: IndexView, event_id: bytes, event: BlockEvent) -> list[str]:
         return [] if event.stored == (prompt[5][:16],) else apply(view, event_id, event)
 
     monkeypatch.setattr(IndexView, "apply", lossy)
@@ -155,11 +155,11 @@ async def test_a_stream_that_starts_over_with_lower_ids(server: Server, backend:
     await backend.settle()
     events = RedisKeys(backend.root).events
     server.command("XADD", events, "99999999999999-0", "not", "an event")
-    await until(lambda: backend.index._follower is not None and backend.index._follower._cursor[0] == 99999999999999)
+    await until(lambda: backend.index._follower is not None and backend.index._follower._cursor == b"99999999999999-0")
     server.command("DEL", events)
     worker.store(prompt[1:3])
     assert await backend.depths(prompt) == {"w": 3}
-    await until(lambda: backend.index._follower is not None and backend.index._follower._cursor[0] < 99999999999999)
+    await until(lambda: backend.index._follower is not None and backend.index._follower._cursor != b"99999999999999-0")
     await asyncio.sleep(1.1)  # until the XREAD from the old cursor ends
     await backend.settle()
     num_reads = backend.index.num_reads
@@ -180,13 +180,13 @@ async def test_events_that_came_before_the_stream_started_over_are_not_applied_a
     assert follower is not None
     apply, num_applied = IndexView.apply, 0
 
-    def restarting(view: IndexView, event_id: tuple[int, int], event: BlockEvent) -> list[str]:
+    def restarting(view: IndexView, event_id: bytes, event: BlockEvent) -> list[str]:
         nonlocal num_applied
         num_applied += event.worker_id == "stranger"
         if num_applied == 1 and event.worker_id == "stranger":
             server.command("DEL", events)
             worker.store(prompt[1:3])  # the new stream's first
-            follower._received = follower._cursor = (0, 0)  # as the poll does
+            follower._received = follower._cursor = START  # as the poll does
             view.restart()
             follower._ask_for(view.expect_read(view.memory.workers()))
         return apply(view, event_id, event)

@@ -6,6 +6,7 @@ from random import Random
 import redis.asyncio
 
 from kvstore.redis_keys import RedisKeys
+from kvstore.redis_link import RedisLink
 from kvstore.redis_lookup import DirectLookup
 from tests.kvstore.simulated import chain
 from tests.valkey import Server
@@ -21,9 +22,11 @@ async def test_guesses_change_no_answer() -> None:
                 await client.hset(names.worker(worker_id), "incarnation", "7")
                 if depth:
                     await client.sadd(names.blocks(worker_id, 7), *[key[:16] for key in keys[:depth]])
+            link = await RedisLink.open(client)
             for _ in range(60):
                 asked = keys[: rng.randint(1, 50)]
                 expected = {each: min(depth, len(asked)) for each, depth in held.items()} | {"stranger": 0}
                 near = {each: max(0, depth + rng.choice([-3, -1, 0, 0, 1, 9])) for each, depth in held.items()}
                 for guesses in ({}, expected, near, {"stranger": 4}):
-                    assert await lookup.lookup(client, names, asked, list(expected), guesses) == expected
+                    assert await lookup.lookup(link, names, asked, list(expected), guesses) == expected
+            await link.close()

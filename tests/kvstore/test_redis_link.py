@@ -1,0 +1,78 @@
+"""A link gives every call its own answer, whatever happens to the calls around it and to the server."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+import redis.exceptions
+
+from kvstore.redis_connection import RedisTarget, close
+from kvstore.redis_link import RedisLink
+from tests.kvstore.simulated import until
+from tests.valkey import Server
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        yield server
+
+
+@pytest_asyncio.fixture
+async def link(server: Server) -> AsyncIterator[RedisLink]:
+    client = await RedisTarget.parse(server.url).connect("", 2.0)
+    link = await RedisLink.open(client)
+    yield link
+    await link.close()
+    await close(client)
+
+
+async def test_each_call_has_its_own_answer(link: RedisLink) -> None:
+    """Large ones too, and those that are errors."""
+    large = os.urandom(3 << 20)
+    calls = [link.execute_command("ECHO", large if number == 50 else str(number)) for number in range(100)]
+    wrong = link.execute_command("NO-SUCH-COMMAND")
+    number = link.execute_command("INCRBY", "n", 7)
+    *echoes, error, seven = await asyncio.gather(*calls, wrong, number, return_exceptions=True)
+    assert echoes == [large if number == 50 else b"%d" % number for number in range(100)]
+    assert isinstance(error, redis.exceptions.ResponseError)
+    assert "NO-SUCH-COMMAND" in str(error)
+    assert seven == 7
+
+
+async def test_an_answer_that_nobody_waits_for_is_dropped(server: Server, link: RedisLink) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await link.execute_command("ECHO", "late")
+        next_one = asyncio.create_task(link.execute_command("ECHO", "next"))
+        await asyncio.sleep(0)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert await next_one == b"next"
+
+
+async def test_a_server_that_dies_ends_every_call(server: Server, link: RedisLink) -> None:
+    lost = asyncio.create_task(link.until_lost())
+    calls = [asyncio.create_task(link.execute_command("BLPOP", "nothing", 0)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    server.kill()
+    for ended in await asyncio.gather(*calls, lost, return_exceptions=True):
+        assert isinstance(ended, redis.exceptions.ConnectionError)
+    with pytest.raises(redis.exceptions.ConnectionError):
+        await link.execute_command("PING")
+
+
+async def test_close_ends_what_waits(server: Server, link: RedisLink) -> None:
+    lost = asyncio.create_task(link.until_lost())
+    call = asyncio.create_task(link.execute_command("BLPOP", "nothing", 0))
+    await asyncio.sleep(0.05)
+    await link.close()
+    await lost
+    with pytest.raises(redis.exceptions.ConnectionError):
+        await call
+    await until(lambda: str(server.command("CLIENT", "LIST", "TYPE", "NORMAL")).count("cmd=blpop") == 0)
