@@ -183,9 +183,10 @@ def nothing_is_left() -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(autouse=True)
-async def no_task_is_left(nothing_is_left: None) -> AsyncIterator[None]:
+async def no_task_is_left(request: pytest.FixtureRequest, nothing_is_left: None) -> AsyncIterator[None]:
     """Fails an async test that leaves a task behind. Ends before `nothing_is_left` looks, which stops the loop."""
     before, sockets = asyncio.all_tasks(), _sockets()
+    uses_the_loop = pytest_asyncio.is_async_test(request.node)
     yield
     started = time.monotonic()
     while True:
@@ -194,6 +195,6 @@ async def no_task_is_left(nothing_is_left: None) -> AsyncIterator[None]:
         if left and waited > SETTLE_SECONDS:
             pytest.fail(f"tasks left behind: {[t.get_coro() for t in left]}")
         # The end of a cancelled grpc.aio call is handled by its own loop or never; until then its connection stands.
-        if not left and (waited > GRPC_SECONDS or not _sockets() - sockets):
+        if not left and (not uses_the_loop or waited > GRPC_SECONDS or not _sockets() - sockets):
             return
         await asyncio.sleep(0.02)

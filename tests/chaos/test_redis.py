@@ -117,8 +117,8 @@ def nothing(server: Server, proxy: Proxy) -> None:
         pytest.param(shut_down, start_again, id="shut down and back, empty"),
         pytest.param(pause, start_again, id="paused, then restarted", marks=pytest.mark.nightly),
         pytest.param(flush, nothing, id="flushed", marks=pytest.mark.nightly),
-        pytest.param(fill, make_room, id="out of memory"),
-        pytest.param(follow_nobody, lead, id="read-only"),
+        pytest.param(fill, make_room, id="out of memory", marks=pytest.mark.nightly),
+        pytest.param(follow_nobody, lead, id="read-only", marks=pytest.mark.nightly),
         pytest.param(freeze, cut_and_thaw, id="cut off without a word"),
     ],
 )

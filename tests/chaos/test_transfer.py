@@ -194,9 +194,12 @@ async def test_b8_longer_than_prefill_takes_but_not_decode(system: System, clien
     assert result.prefill_worker == result.decode_worker == "d0"
 
 
-async def test_b11_many_requests_on_small_pools(system: System, client: AsyncClient, oracle: Oracle) -> None:
+@pytest.mark.parametrize("num_requests", [32, pytest.param(64, marks=pytest.mark.nightly)])
+async def test_b11_many_requests_on_small_pools(
+    system: System, client: AsyncClient, oracle: Oracle, num_requests: int
+) -> None:
     """Each ends with its tokens or RESOURCE_EXHAUSTED; nobody hangs."""
-    wanted = [(prompt(10 + 7 * (i % 12), 50 + i), greedy(4 + i % 9)) for i in range(64)]
+    wanted = [(prompt(10 + 7 * (i % 12), 50 + i), greedy(4 + i % 9)) for i in range(num_requests)]
     results = await asyncio.gather(
         *(stream(client, ids, **options, timeout=60) for ids, options in wanted), return_exceptions=True
     )
@@ -208,7 +211,7 @@ async def test_b11_many_requests_on_small_pools(system: System, client: AsyncCli
             assert not isinstance(result, BaseException), result
             assert result.outputs == oracle(ids, **options)
             num_done += 1
-    assert num_done >= 32
+    assert num_done >= num_requests // 2
 
 
 async def test_e1_larger_than_any_pool_is_refused_at_once(system: System, client: AsyncClient, oracle: Oracle) -> None:

@@ -121,7 +121,7 @@ Engine.step, Engine.fail_step = step, fail_step
 """
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.nightly), "decode"])
 async def test_a_dead_device_thread_ends_the_process(tiny_model, role, monkeypatch):
     """Else it would stay SERVING, take requests and never answer one."""
     monkeypatch.setattr(f"{__name__}.PROGRAM", DYING + PROGRAM)

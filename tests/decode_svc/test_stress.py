@@ -23,7 +23,11 @@ def workload(random_numbers: random.Random) -> list[tuple[list[int], SamplingPar
     return work
 
 
-@pytest.mark.parametrize("plane", ["grpc", "tcp", "shm_vm", "shm_ring", NIXL])
+# NIXL is installed by `make nightly` alone.
+LATER = [pytest.param(plane, marks=pytest.mark.nightly) for plane in ("tcp", "shm_ring")]
+
+
+@pytest.mark.parametrize("plane", ["grpc", "shm_vm", *LATER, NIXL])
 async def test_random_load_and_cancels(tiny_model, plane):
     model = tiny_model("llama")
     random_numbers = random.Random(plane)

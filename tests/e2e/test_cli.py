@@ -140,6 +140,7 @@ def test_signals_end_it_cleanly(stop: signal.Signals, tiny_model: Callable[..., 
         assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
 
 
+@nightly
 def test_a_child_that_dies_is_reported(tiny_model: Callable[..., Path]) -> None:
     cluster = Cluster(tiny_model("llama"), *TINY)
     try:

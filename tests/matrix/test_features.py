@@ -103,7 +103,9 @@ def test_together_with_preemption(expected: dict[str, Result], model: Path) -> N
         check_equal(name, result, expected[name], with_text=False)
 
 
-@pytest.mark.parametrize(("num_prefill", "num_decode", "migrates"), [(1, 1, False), (2, 2, True)])
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "migrates"), [pytest.param(1, 1, False, marks=pytest.mark.nightly), (2, 2, True)]
+)
 async def test_through_services(
     expected: dict[str, Result], model: Path, num_prefill: int, num_decode: int, migrates: bool
 ) -> None:

@@ -93,7 +93,7 @@ def assert_gone(children: dict[str, psutil.Process]) -> None:
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("role", [pytest.param("decode", marks=pytest.mark.nightly), "valkey"])
+@pytest.mark.parametrize("role", ["decode", "valkey"])
 def test_a_child_that_dies_ends_the_command(model: Path, tmp_path: Path, role: str) -> None:
     with running(model, tmp_path) as up:
         up.wait_ready()

@@ -49,7 +49,7 @@ def _own_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 CASES = [
-    pytest.param("qwen3", {"num_hidden_layers": 1}, {}),
+    pytest.param("qwen3", {"num_hidden_layers": 1}, {}, marks=pytest.mark.nightly),
     pytest.param("llama", {"num_key_value_heads": 1}, {"kv_cache_dtype": "fp8"}, marks=pytest.mark.nightly),
     pytest.param("gemma3", {}, {"async_scheduling": True}, marks=pytest.mark.nightly),
     pytest.param("mixtral", {}, {}, marks=pytest.mark.nightly),

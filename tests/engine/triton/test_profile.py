@@ -77,7 +77,8 @@ def test_the_pool_gets_what_the_largest_steps_leave(
 
     monkeypatch.setattr(Decoder, "forward", watched)
     monkeypatch.setattr(Decoder, "logits", counted)
-    engine = Engine(options(tiny_model("gemma3"), gpu_memory_utilization=0.5, enforce_eager=True))
+    path = tiny_model("gemma3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    engine = Engine(options(path, gpu_memory_utilization=0.5, enforce_eager=True))
     assert steps == [(12, 12), (3, 24)]
     assert drawn == [(3, VOCAB_SIZE)] * 2
     size = engine.memory.io.block_bytes
@@ -85,7 +86,7 @@ def test_the_pool_gets_what_the_largest_steps_leave(
     assert engine.num_blocks == (40 * MIB - 5 * MIB - 8 * size) // size
     engine.close()
     monkeypatch.setattr(decode_graphs, "GRAPH_BYTES", MIB)
-    engine = Engine(options(tiny_model("gemma3"), gpu_memory_utilization=0.5))
+    engine = Engine(options(path, gpu_memory_utilization=0.5))
     assert steps[2:] == [(12, 12), (3, 24), (3, 24)]  # the last one is what the graphs share, of 1, 2 and 3 sequences
     logits = 4 * VOCAB_SIZE * (1 + 2)
     assert engine.num_blocks == (40 * MIB - 5 * MIB - 5 * MIB - 3 * MIB - logits - 8 * size) // size
@@ -93,7 +94,7 @@ def test_the_pool_gets_what_the_largest_steps_leave(
 
 
 def test_no_room_and_an_own_size(tiny_model: Callable[..., Path], device: Profiled) -> None:
-    path = tiny_model("llama", num_hidden_layers=2)
+    path = tiny_model("llama", num_hidden_layers=1)
     device.take(30 * MIB)
     with pytest.raises(EngineError, match=r"gpu_memory_utilization = 0\.25: .* leaves no room for the KV pool"):
         build.build_parts(options(path, gpu_memory_utilization=0.25))

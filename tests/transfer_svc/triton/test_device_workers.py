@@ -57,7 +57,7 @@ async def check(workers: Cluster, oracle: Greedy) -> None:
     ("plane", "parts"),
     [
         ("auto", False),
-        ("grpc", True),
+        pytest.param("grpc", True, marks=pytest.mark.nightly),
         *(pytest.param(plane, False, marks=pytest.mark.nightly) for plane in ("tcp", "grpc")),
     ],
 )
