@@ -182,11 +182,16 @@ def nothing_is_left() -> Iterator[None]:
         time.sleep(0.05)
 
 
+@pytest.fixture
+def grpc_seconds(request: pytest.FixtureRequest) -> float:
+    """How long an async test's loop goes on for connections that have not ended with the test."""
+    return GRPC_SECONDS if pytest_asyncio.is_async_test(request.node) else 0.0
+
+
 @pytest_asyncio.fixture(autouse=True)
-async def no_task_is_left(request: pytest.FixtureRequest, nothing_is_left: None) -> AsyncIterator[None]:
+async def no_task_is_left(nothing_is_left: None, grpc_seconds: float) -> AsyncIterator[None]:
     """Fails an async test that leaves a task behind. Ends before `nothing_is_left` looks, which stops the loop."""
     before, sockets = asyncio.all_tasks(), _sockets()
-    uses_the_loop = pytest_asyncio.is_async_test(request.node)
     yield
     started = time.monotonic()
     while True:
@@ -195,6 +200,6 @@ async def no_task_is_left(request: pytest.FixtureRequest, nothing_is_left: None)
         if left and waited > SETTLE_SECONDS:
             pytest.fail(f"tasks left behind: {[t.get_coro() for t in left]}")
         # The end of a cancelled grpc.aio call is handled by its own loop or never; until then its connection stands.
-        if not left and (not uses_the_loop or waited > GRPC_SECONDS or not _sockets() - sockets):
+        if not left and (waited >= grpc_seconds or not _sockets() - sockets):
             return
         await asyncio.sleep(0.02)

@@ -29,6 +29,12 @@ def nothing_is_left() -> Iterator[None]:
         time.sleep(0.05)
 
 
+@pytest.fixture
+def grpc_seconds() -> float:
+    """The proxies' connections belong to the system and never end with a test."""
+    return 0.3
+
+
 @pytest.fixture(scope="package")
 def model(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("llama")

@@ -25,11 +25,6 @@ def nothing_is_left() -> None:
     """Replaces the check of this process: gRPC's channels and the system live as long as the package."""
 
 
-@pytest.fixture(autouse=True)
-def no_task_is_left() -> None:
-    """Nor does anybody wait for these channels' connections to end."""
-
-
 @dataclass(frozen=True)
 class Target:
     """What is fuzzed; `check` after each round of it."""
