@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,8 @@ from tests.kernels.triton.attention_case import TOLERANCE, AttentionCase, Attent
 from tests.kernels.triton.mutants import mutant
 from tests.kernels.triton.tensors import DTYPES
 
-# What goes a way of its own; LATER's sizes and numbers go one that others go.
+# Decode's, whose ways through the kernel others go too.
 LATER = {"no groups", "groups of 8", "window of a split", "soft-cap", "blocks of 32", "head size 96", "head size 128"}
-
-
-def by_day(cases: dict[str, AttentionCase]) -> list[Any]:
-    """The names; those of LATER are nightly's."""
-    return [pytest.param(name, marks=pytest.mark.nightly if name in LATER else ()) for name in cases]
 
 
 # One token, a full block and one over, a whole split and one over, several splits; padding rows; two tokens at once.
@@ -57,13 +51,15 @@ def is_close(inputs: AttentionInputs, out: torch.Tensor) -> bool:
     return inputs.error(out) <= TOLERANCE[inputs.case.dtype]  # False for NaN
 
 
-@pytest.mark.parametrize("case", by_day(DECODE))
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.nightly if name in LATER else ()) for name in DECODE]
+)
 def test_decode_against_float64(case: str) -> None:
     inputs = DECODE[case].make()
     assert is_close(inputs, inputs.decode())
 
 
-@pytest.mark.parametrize("case", by_day(PREFILL))
+@pytest.mark.parametrize("case", PREFILL)
 def test_prefill_against_float64(case: str) -> None:
     inputs = PREFILL[case].make()
     assert is_close(inputs, inputs.prefill())
