@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -11,8 +13,10 @@ import redis.exceptions
 
 from kvstore.redis_connection import RedisTarget, close
 from kvstore.redis_link import RedisLink
+from tests.certificates import make_authority, make_certificate
 from tests.kvstore.simulated import until
-from tests.valkey import Server
+from tests.ports import free_port
+from tests.valkey import Server, is_installed
 
 
 @pytest.fixture
@@ -76,3 +80,28 @@ async def test_close_ends_what_waits(server: Server, link: RedisLink) -> None:
     with pytest.raises(redis.exceptions.ConnectionError):
         await call
     await until(lambda: str(server.command("CLIENT", "LIST", "TYPE", "NORMAL")).count("cmd=blpop") == 0)
+
+
+@pytest.mark.skipif(not (is_installed("redis-server") and shutil.which("openssl")), reason="nobody speaks TLS here")
+async def test_tls_a_password_a_database_and_a_server_that_freezes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(make_authority(tmp_path)))
+    certificate, key = make_certificate(tmp_path, "server")
+    port = free_port()
+    files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no")
+    with Server("redis-server", ("--tls-port", str(port), *files)) as server:
+        server.command("CONFIG", "SET", "requirepass", "secret")
+        client = await RedisTarget.parse(f"rediss://:secret@127.0.0.1:{port}/3").connect("", 2.0)
+        link = await RedisLink.open(client)
+        large = os.urandom(1 << 20)
+        assert await link.execute_command("SET", "key", large) == b"OK"
+        assert await link.execute_command("GET", "key") == large
+        assert b"db=3" in await link.execute_command("CLIENT", "INFO")
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(1.0):
+                await link.close()  # nobody answers the good-bye
+            await close(client)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
