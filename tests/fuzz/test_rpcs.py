@@ -51,7 +51,7 @@ ENDLESS = {"Watch", "WatchWorker", "Hold"}
 ALWAYS_REFUSED = {"Attach", "Pull", "Drain", "MovePrefix", "LoadAdapter", "UnloadAdapter"}
 # What these do takes a while; the rest is cheap.
 SLOW = {"Generate", "Prefill", "Decode", "Session", *PREFIX_CONTROL}
-NUM_SLOW, NUM_CHEAP = 4, 10  # examples of up to 4 inputs each
+NUM_SLOW, NUM_CHEAP = 5, 15  # examples of up to 4 inputs each
 NUM_NIGHTLY = 100_000
 CALL_SECONDS = 1.0
 BUGS = {
