@@ -42,7 +42,6 @@ from kvstore.index_view import START, IndexView
 from kvstore.memory_index import MemoryIndex
 from kvstore.redis_index import RedisIndex
 from kvstore.redis_keys import BlockEvent, RedisKeys
-from kvstore.redis_link import RedisLink
 from kvstore.redis_lookup import DirectLookup
 from kvstore.registry import WorkerRecord
 
@@ -175,13 +174,13 @@ class Bench:
         await index.quiesce(300)
         points.append(self.point("set per worker", "router start", time.perf_counter() - start, 0, "s"))
         points += await self.timed("set per worker", client, index.lookup_direct)
-        direct, link, nothing = DirectLookup(10.0), await RedisLink.open(client), dict[str, int]()
+        direct, nothing = DirectLookup(10.0), dict[str, int]()
 
         async def blind(prompt: Sequence[bytes]) -> dict[str, int] | None:
-            return await direct.lookup(link, self.names, prompt, self.world.worker_ids, nothing)
+            return await direct.lookup(client, self.names, prompt, self.world.worker_ids, nothing)
 
         points += await self.timed("set per worker, empty view", client, blind)
-        await link.close()
+        await direct.close()
         points += await self.events(index, client)
         await index.stop()
         return points

@@ -15,7 +15,6 @@ from kvstore.index_view import START, EventId, IndexView, Position, moment
 from kvstore.memory_index import MemoryIndex
 from kvstore.redis_connection import RedisTarget, close, result
 from kvstore.redis_keys import BlockEvent, RedisKeys
-from kvstore.redis_link import RedisLink
 from kvstore.registry import WorkerRecord
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class IndexFollower:
                  were lost or trimmed, and a stream that started over
         read     hash and last event id of one worker at one moment, then its set in pieces, one worker after another
 
-    Each has its own connection, so that a large set being read holds up nobody; `link` is for lookups.
+    Each has its own connection, so that a large set being read holds up nobody.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class IndexFollower:
         self._events_per_read = _MIN_EVENTS_PER_READ
         self._unread: asyncio.Queue[str] = asyncio.Queue()
         self.redis: Redis | None = None  # set while it follows
-        self.link: RedisLink | None = None  # likewise
         self.lag_seconds = 0.0  # from the newest event that was applied to the newest that Redis had at the last poll
 
     async def run(self) -> None:
@@ -75,15 +73,11 @@ class IndexFollower:
             self._view.restart()
             self._received = self._cursor = (await self.positions(redis))[1]
             await self._poll(redis)
-            link = await RedisLink.open(redis)
-            stack.push_async_callback(link.close)
-            self.redis, self.link = redis, link
+            self.redis = redis
             try:
-                await until_first_ends(
-                    [self._follow(stream), self._poll_on(redis), self._read_on(redis), link.until_lost()]
-                )
+                await until_first_ends([self._follow(stream), self._poll_on(redis), self._read_on(redis)])
             finally:
-                self.redis = self.link = None
+                self.redis = None
 
     async def _open(self, stack: contextlib.AsyncExitStack, timeout: float) -> Redis:
         redis = await self._target.connect(self._names.prefix, timeout)

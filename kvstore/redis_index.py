@@ -119,11 +119,11 @@ class RedisIndex:
 
         Redis begins with what the view says, and searches where that is wrong.
         """
-        link = self._follower.link if self._follower is not None else None
-        if link is None or self._root is None:
+        redis = self._follower.redis if self._follower is not None else None
+        if redis is None or self._root is None:
             return None
         ids = list(self.workers() if worker_ids is None else worker_ids)
-        return await self._direct.lookup(link, RedisKeys(self._root), keys, ids, self.lookup(keys, ids))
+        return await self._direct.lookup(redis, RedisKeys(self._root), keys, ids, self.lookup(keys, ids))
 
     async def start(self) -> None:
         if self._task is None:
@@ -133,6 +133,7 @@ class RedisIndex:
         task, self._task = self._task, None
         if task is not None:
             await end_tasks(task)
+        await self._direct.close()
 
     async def quiesce(self, timeout: float = 10.0) -> None:
         await within(timeout, self._quiesce(asyncio.get_running_loop().time() + timeout))

@@ -22,37 +22,39 @@ class RedisLink(asyncio.Protocol):
         self._transport: asyncio.Transport = connection._writer.transport
         self._replies = hiredis.Reader(replyError=_reply_error)
         self._waiting: deque[asyncio.Future[Any]] = deque()
-        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def open(cls, redis: Redis) -> "RedisLink":
         """Another connection of the client's kind, to the same server; RESP2, as `RedisTarget.connect` asks for."""
         pool: Any = redis.connection_pool
         connection = pool.make_connection()
-        await connection.connect()
+        try:
+            await connection.connect()
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
         link = cls(connection)
         link._transport.set_protocol(link)
         return link
+
+    @property
+    def is_lost(self) -> bool:
+        """The server, or the way to it, is gone, or closed what was idle; or `close` was called."""
+        return self._transport.is_closing()
 
     async def execute_command(self, *words: Any) -> Any:
         """The answer to a command of str, bytes and int; that to a call that was cancelled is dropped when it comes.
 
         Raises redis-py's ResponseError if it is an error, its ConnectionError when the link is lost.
         """
-        if self._transport.is_closing():
+        if self.is_lost:
             raise LinkLost("the connection is closed")
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append(answer)
         self._transport.write(hiredis.pack_command(words))
         return await answer
 
-    async def until_lost(self) -> None:
-        """Raises redis-py's ConnectionError when the server, or the way to it, is gone; returns after `close`."""
-        await asyncio.shield(self._lost)
-
     async def close(self) -> None:
-        if not self._lost.done():
-            self._lost.set_result(None)
         await self._connection.disconnect(nowait=True)
         self._transport.abort()  # a frozen server takes no good-bye
 
@@ -73,9 +75,6 @@ class RedisLink(asyncio.Protocol):
             answer = self._waiting.popleft()
             if not answer.done():
                 answer.set_exception(lost)
-        if not self._lost.done():
-            self._lost.set_exception(lost)
-            self._lost.exception()  # seen, should nobody ask
 
 
 def _reply_error(message: str) -> ResponseError:

@@ -6,6 +6,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from redis.asyncio import Redis
+
+from kvstore.background import within
 from kvstore.redis_connection import CONNECTION_ERRORS
 from kvstore.redis_keys import INDEX_KEY_BYTES, RedisKeys, index_keys
 from kvstore.redis_link import RedisLink
@@ -60,15 +63,34 @@ _PAUSE_SECONDS = 1.0
 
 
 class DirectLookup:
-    """Runs the script. After a failure it answers None at once for a second, so that a slow Redis costs little."""
+    """Runs the script. After a failure it answers None at once for a second, so that a slow Redis costs little.
+
+    Its connection is opened by the first lookup, and anew when it was lost or belongs to another client; `close` at the
+    end.
+    """
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._paused_until = 0.0
+        self._link: RedisLink | None = None
+        self._client: Redis | None = None  # that the link is of
+        self._opening = asyncio.Lock()
+
+    async def close(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+
+    async def _open(self, redis: Redis) -> RedisLink:
+        async with self._opening:
+            if self._link is None or self._link.is_lost or self._client is not redis:
+                await self.close()
+                self._link, self._client = await RedisLink.open(redis), redis
+            return self._link
 
     async def lookup(
         self,
-        link: RedisLink,
+        redis: Redis,
         names: RedisKeys,
         keys: Sequence[bytes],
         worker_ids: Sequence[str],
@@ -87,6 +109,9 @@ class DirectLookup:
         arguments: list[Any] = [names.worker(""), names.blocks_prefix, blob, b"".join(ids)]
         arguments += [numbers.pack(*map(len, ids)), numbers.pack(*expected)]
         try:
+            link = self._link
+            if link is None or link.is_lost or self._client is not redis:
+                link = await within(self._timeout, self._open(redis))
             async with asyncio.timeout(self._timeout):
                 depths = await _SCRIPT.run(link, [names.workers], arguments)
         except CONNECTION_ERRORS as error:
