@@ -68,9 +68,8 @@ class IndexView:
             if moment(event_id) <= moment(as_of):
                 return []
             del self._as_of[worker_id]  # all that follow are later
-        _, incarnation, generation, seq, kind, cleared, removed, stored, _, tier = (
-            event  # once: a look at a name is slow
-        )
+        # All at once: fields by their names take a third longer, and a router reads many thousands a second.
+        _, incarnation, generation, seq, kind, cleared, removed, stored, _, tier = event
         if seq == at[2] + 1 and generation == at[1] and incarnation == at[0] and kind == "changed":  # nearly always
             self._change(worker_id, tier, cleared, removed, stored)
             self._at[worker_id] = (incarnation, generation, seq)

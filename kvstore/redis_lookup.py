@@ -65,8 +65,8 @@ _PAUSE_SECONDS = 1.0
 class DirectLookup:
     """Runs the script. After a failure it answers None at once for a second, so that a slow Redis costs little.
 
-    Its connection is opened by the first lookup, and anew when it was lost or belongs to another client; `close` at the
-    end.
+    Its connection is opened by the first lookup, and anew when it has failed, was lost or belongs to another client;
+    `close` at the end.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -81,12 +81,18 @@ class DirectLookup:
         if link is not None:
             await link.close()
 
+    def _open_link(self, redis: Redis) -> RedisLink | None:
+        is_usable = self._link is not None and not self._link.is_lost and self._client is redis
+        return self._link if is_usable else None
+
     async def _open(self, redis: Redis) -> RedisLink:
         async with self._opening:
-            if self._link is None or self._link.is_lost or self._client is not redis:
+            link = self._open_link(redis)
+            if link is None:
                 await self.close()
-                self._link, self._client = await RedisLink.open(redis), redis
-            return self._link
+                link = self._link = await RedisLink.open(redis)
+                self._client = redis
+            return link
 
     async def lookup(
         self,
@@ -109,13 +115,14 @@ class DirectLookup:
         arguments: list[Any] = [names.worker(""), names.blocks_prefix, blob, b"".join(ids)]
         arguments += [numbers.pack(*map(len, ids)), numbers.pack(*expected)]
         try:
-            link = self._link
-            if link is None or link.is_lost or self._client is not redis:
+            link = self._open_link(redis)
+            if link is None:
                 link = await within(self._timeout, self._open(redis))
             async with asyncio.timeout(self._timeout):
                 depths = await _SCRIPT.run(link, [names.workers], arguments)
         except CONNECTION_ERRORS as error:
             logger.debug("no direct lookup for %g s: %r", _PAUSE_SECONDS, error)
             self._paused_until = asyncio.get_running_loop().time() + _PAUSE_SECONDS
+            await self.close()  # what lies between may have dropped it without a word
             return None
         return dict(zip(worker_ids, depths, strict=True))

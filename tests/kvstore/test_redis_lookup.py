@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import signal
 from random import Random
 
+import pytest
 import redis.asyncio
 
+from kvstore import redis_lookup
 from kvstore.redis_keys import RedisKeys
 from kvstore.redis_lookup import DirectLookup
 from tests.kvstore.simulated import chain, until
@@ -45,4 +48,22 @@ async def test_a_connection_that_the_server_closed_is_opened_again() -> None:
                 await until(lambda: lookup._link is not None and lookup._link.is_lost)
             async with redis.asyncio.Redis.from_url(server.url, protocol=2) as other:
                 assert await lookup.lookup(other, names, keys, ["w"], {}) == {"w": 2}
+            await lookup.close()
+
+
+async def test_after_a_failure_the_connection_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between may have dropped the old one without a word: it would answer nothing for minutes."""
+    monkeypatch.setattr(redis_lookup, "_PAUSE_SECONDS", 0.0)
+    names, keys, lookup = RedisKeys(os.urandom(32)), chain(3), DirectLookup(0.5)
+    with Server() as server:
+        async with redis.asyncio.Redis.from_url(server.url, protocol=2) as client:
+            assert await lookup.lookup(client, names, keys, ["w"], {}) == {"w": 0}
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+                assert await lookup.lookup(client, names, keys, ["w"], {}) is None
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+            server.command("CONFIG", "RESETSTAT")
+            assert await lookup.lookup(client, names, keys, ["w"], {}) == {"w": 0}
+            assert (await client.info("stats"))["total_connections_received"] == 2  # this one's and the client's
             await lookup.close()
