@@ -39,6 +39,7 @@ from kernels.paged import AttentionPlan, PagedBatch, plan_attention
 from kernels.tiled import TiledKernels
 
 COLD_BYTES = 128 << 20  # weights cycled through, so that none is still in a cache
+SPIN_SECONDS = 0.02  # OpenMP's threads spin for some milliseconds after a product
 MOST_WIDENED = 1 << 16  # rows of a bfloat16 weight that is tried in float32 too: more are too many bytes
 
 LINEARS = {  # name: (out, in) of Qwen2-0.5B and Gemma 3 270M
@@ -80,7 +81,9 @@ class Bench:
 
 
 def timed(clock: Callable[[], float], call: Callable[[int], object], count: int) -> float:
-    """Seconds per call of call(0), call(1) ..."""
+    """Seconds per call of call(0), call(1) ... One untimed call wakes the caller's threads, after the other's have stopped spinning."""
+    time.sleep(SPIN_SECONDS)
+    call(0)
     start = clock()
     for index in range(count):
         call(index)

@@ -36,17 +36,7 @@ template <typename N, int ROWS>
 void multiply_strip_part(const StripPart& p, const PanelGroups& groups) {
   vec acc[ROWS][VECTORS];
   load_sums<ROWS>(p.part, PANEL, p.resumes, acc);
-  const float *x = p.x, *b = p.b;
-  for (int64_t k = 0; k < p.depth; k += 8, x += 8)
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j, b += 16) {
-      const vec columns[VECTORS] = {vload(b), vload(b + W)};
-#pragma GCC unroll 16
-      for (int i = 0; i < ROWS; ++i) {
-        const vec number = vset(x[i * p.x_stride + j]);
-        for (int v = 0; v < VECTORS; ++v) acc[i][v] = vfma(number, columns[v], acc[i][v]);
-      }
-    }
+  add_products<ROWS>(p.x, p.x_stride, p.b, p.depth, acc);
   if (!p.ends) return store_sums<ROWS>(p.part, PANEL, acc);
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i)
