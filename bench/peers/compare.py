@@ -59,6 +59,7 @@ def compare(ours: EngineProcess, peer: EngineProcess, points: Sequence[str], num
                 order = (ours, peer) if number % 2 == 0 else (peer, ours)
                 values = {engine.name: engine.measure(point) for engine in order}
                 pairs.append((values[ours.name], values[peer.name]))
+                progress.print(f"{point}, pair {number + 1}: {pairs[-1][0]:.4g} and {pairs[-1][1]:.4g}")
                 progress.update(task, advance=1, description=point)
             rows.append(summary(point, pairs))
     return rows
