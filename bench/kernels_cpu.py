@@ -81,7 +81,10 @@ class Bench:
 
 
 def timed(clock: Callable[[], float], call: Callable[[int], object], count: int) -> float:
-    """Seconds per call of call(0), call(1) ... One untimed call wakes the caller's threads, after the other's have stopped spinning."""
+    """Seconds per call of call(0), call(1) ...
+
+    The other's threads have stopped spinning by then, and one untimed call has woken this one's.
+    """
     time.sleep(SPIN_SECONDS)
     call(0)
     start = clock()
