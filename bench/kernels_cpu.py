@@ -35,6 +35,7 @@ from kernels.cpu import Extension
 from kernels.cpu.attention import NativePlan
 from kernels.cpu.native import NativeKernels
 from kernels.cpu.packed import PackedWeight
+from kernels.cpu.spaced_rows import spaced_rows
 from kernels.paged import AttentionPlan, PagedBatch, plan_attention
 from kernels.tiled import TiledKernels
 
@@ -171,6 +172,7 @@ def linear_points(bench: Bench, extension: Extension, row_counts: list[int], dty
                 if "lm_head" in name and rows > 32:
                     continue
                 x = torch.randn(rows, num_in).to(dtype)
+                spaced = spaced_rows(rows, num_in, dtype).copy_(x)  # as other ops of the engine leave it
                 if kind == "float32":
                     others = linear_peers(weight, rows, copies)
                 elif kind == "bfloat16":
@@ -179,7 +181,7 @@ def linear_points(bench: Bench, extension: Extension, row_counts: list[int], dty
                     packs = [plain.pack(weight) for _ in range(-(-copies // 2))]
                     others = {"native bfloat16": [partial(plain.linear, weight=each) for each in packs]}
 
-                def run_native(i: int, x: Tensor = x, weights: list[PackedWeight] = weights) -> object:
+                def run_native(i: int, x: Tensor = spaced, weights: list[PackedWeight] = weights) -> object:
                     return native.linear(x, weights[i % len(weights)])  # noqa: B023
 
                 peers = {name: partial(call_in_turn, x, each) for name, each in others.items()}

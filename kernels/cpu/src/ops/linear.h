@@ -139,6 +139,5 @@ template <typename T>
 void linear(const LinearArgs& a, const Region& region) {
   const LinearPlan<T> plan(a, region.num_threads);
   LinearScope scope;
-  for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
-    linear_task(a, plan, task, (float*)region.scratch, scope);
+  each_task(region, plan.num_tasks, [&](int64_t task) { linear_task(a, plan, task, (float*)region.scratch, scope); });
 }

@@ -6,19 +6,19 @@
 
 template <typename T>
 void linear_each(const LinearEachArgs& a, const Region& region) {
+  int64_t num_tasks = 0;
+  for (int64_t i = 0; i < a.count; ++i) num_tasks += LinearPlan<T>(a.each[i], region.num_threads).num_tasks;
+  if (!num_tasks) return;
   LinearScope scope;
   int64_t at = 0, first_task = 0;  // tasks are dealt in ascending order, so nobody looks back
-  if (!a.count) return;
   LinearPlan<T> plan(a.each[0], region.num_threads);
-  for (;;) {
-    const int64_t task = next_task(region);
+  each_task(region, num_tasks, [&](int64_t task) {
     while (task >= first_task + plan.num_tasks) {
       first_task += plan.num_tasks;
-      if (++at == a.count) return;
-      plan = LinearPlan<T>(a.each[at], region.num_threads);
+      plan = LinearPlan<T>(a.each[++at], region.num_threads);
     }
     linear_task(a.each[at], plan, task - first_task, (float*)region.scratch, scope);
-  }
+  });
 }
 
 template <typename T>

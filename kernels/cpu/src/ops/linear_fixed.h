@@ -273,8 +273,8 @@ void linear_fixed(const GroupedArgs& g, const Region& region) {
     const bool few = g.linear.m <= FIXED_ROWS;
     const Int8Plan<T> plan(g.linear, region.num_threads, few, N::DEPTH);
     float* sums = (float*)region.scratch;
-    for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
-      fixed_task<T, N>(g, plan, task, few, sums, region.scratch + ROW_BLOCK * PANEL * sizeof(float));
+    char* rest = region.scratch + ROW_BLOCK * PANEL * sizeof(float);
+    each_task(region, plan.num_tasks, [&](int64_t task) { fixed_task<T, N>(g, plan, task, few, sums, rest); });
   });
 }
 

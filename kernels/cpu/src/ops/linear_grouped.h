@@ -201,8 +201,8 @@ void many_rows_grouped(const GroupedArgs& g, const Region& region) {
   float* sums = (float*)region.scratch;
   float* parts = sums + INT8_SUM_BYTES / sizeof(float);
   TileScope scope;
-  for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
-    spread_grouped<T, N>(g, plan, task, sums, parts, region.scratch + 2 * INT8_SUM_BYTES, scope);
+  char* tiles = region.scratch + 2 * INT8_SUM_BYTES;
+  each_task(region, plan.num_tasks, [&](int64_t task) { spread_grouped<T, N>(g, plan, task, sums, parts, tiles, scope); });
 }
 
 template <typename T>
@@ -225,7 +225,7 @@ void linear_numbers(const GroupedArgs& g, const Region& region) {
   prepare_few_rows<T>(a, depth, x);
   if (N::SUBNORMAL)
     for (int64_t i = 0; i < a.m * depth; i += W) vstore(x + i, without_subnormal(vload(x + i)));
-  for (int64_t task; (task = next_task(region)) < plan.num_tasks;) few_rows_grouped<T, N>(g, plan, task, x, sums);
+  each_task(region, plan.num_tasks, [&](int64_t task) { few_rows_grouped<T, N>(g, plan, task, x, sums); });
 }
 
 template <typename T>

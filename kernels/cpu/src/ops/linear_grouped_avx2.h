@@ -92,7 +92,8 @@ template <typename T, typename N>
 void many_rows_grouped(const GroupedArgs& g, const Region& region) {
   const LinearPlan<T, N::DEPTH> plan(g.linear, region.num_threads);
   LinearScope scope;
-  for (int64_t task; (task = next_task(region)) < plan.num_tasks;) spread_grouped<T, N>(g, plan, task, (float*)region.scratch, scope);
+  float* scratch = (float*)region.scratch;
+  each_task(region, plan.num_tasks, [&](int64_t task) { spread_grouped<T, N>(g, plan, task, scratch, scope); });
 }
 
 template <typename T, typename N>

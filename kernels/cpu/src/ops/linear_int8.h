@@ -187,20 +187,20 @@ void linear_int8(const LinearArgs& a, const Region& region) {
   if constexpr (sizeof(T) == 2)
     if (a.m <= MAX_ROWS<T>) {
       const Int8Plan<T> plan(a, region.num_threads, true);
-      for (int64_t task; (task = next_task(region)) < plan.num_tasks;) streamed_int8(a, plan, task, sums, rest, scope);
+      each_task(region, plan.num_tasks, [&](int64_t task) { streamed_int8(a, plan, task, sums, rest, scope); });
       return;
     }
 #endif
   const bool few = UNPACKS_IN_REGISTERS<T> && a.m <= FEW_ROWS;
   const Int8Plan<T> plan(a, region.num_threads, few);
   if (few) widen_rows<T>(a, plan.num_blocks * DEPTH_INT8, (float*)rest);
-  for (int64_t task; (task = next_task(region)) < plan.num_tasks;) {
+  each_task(region, plan.num_tasks, [&](int64_t task) {
     if (few) {
       few_rows_int8(a, plan, task, (const float*)rest, sums);
     } else {
       unpacked_int8(a, plan, task, sums, rest, scope);
     }
-  }
+  });
 }
 
 template <typename T>

@@ -265,12 +265,12 @@ inline void linear_tiles(const GroupedArgs& g, const Region& region) {
     if (g.linear.m == 1) {
       float *total = (float*)region.scratch, *x = total + PANEL;
       widen_pairs(g.tiles, plan.num_blocks * N::DEPTH, x);
-      for (int64_t task; (task = next_task(region)) < plan.num_tasks;) one_row_task(g, numbers, plan, task, x, total);
+      each_task(region, plan.num_tasks, [&](int64_t task) { one_row_task(g, numbers, plan, task, x, total); });
       return;
     }
     FlushTileScope scope;
-    for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
-      tiles_task(g, numbers, plan, task, *(TilesScratch*)region.scratch, scope);
+    TilesScratch& scratch = *(TilesScratch*)region.scratch;
+    each_task(region, plan.num_tasks, [&](int64_t task) { tiles_task(g, numbers, plan, task, scratch, scope); });
   });
 }
 

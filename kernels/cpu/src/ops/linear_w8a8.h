@@ -10,9 +10,8 @@ template <typename T>
 void linear_w8a8(const LinearArgs& a, const Region& region) {
   const LinearPlan<int8_t> plan(a, region.num_threads);
   TileScope scope;
-  for (int64_t task; (task = next_task(region)) < plan.num_tasks;)
-    multiply_task(a, plan, task, (float*)region.scratch, scope,
-                  [&a](int64_t row, int64_t rows, int64_t panel, float* c) { finish_int8<T>(a, row, rows, panel, c); });
+  const auto finish = [&a](int64_t row, int64_t rows, int64_t panel, float* c) { finish_int8<T>(a, row, rows, panel, c); };
+  each_task(region, plan.num_tasks, [&](int64_t task) { multiply_task(a, plan, task, (float*)region.scratch, scope, finish); });
 }
 
 template <typename T>
@@ -101,7 +100,7 @@ template <typename T>
 void linear_w8a8(const LinearArgs& a, const Region& region) {
   const Int8Plan<T> plan(a, region.num_threads, a.m <= W8A8_ROWS);
   float* sums = (float*)region.scratch;
-  for (int64_t task; (task = next_task(region)) < plan.num_tasks;) {
+  each_task(region, plan.num_tasks, [&](int64_t task) {
     const Int8Part part(a, plan, task);
     for (int64_t row = part.first_row; row < part.last_row; row += W8A8_ROWS) {
       const int64_t rows = smaller(W8A8_ROWS, part.last_row - row);
@@ -116,7 +115,7 @@ void linear_w8a8(const LinearArgs& a, const Region& region) {
         finish_int8<T>(a, row, rows, panel, sums);
       }
     }
-  }
+  });
 }
 
 template <typename T>

@@ -128,11 +128,11 @@ void looked(const LookedArgs<Args>& l, const Region& region) {
   float* logits = (float*)(region.scratch + round_up(l.linear->scratch_bytes(l.args), 64));
   LookPart* parts = b.parts + region.thread * b.num_looks;
   for (int64_t i = 0; i < b.num_looks; ++i) start(parts[i]);
-  for (int64_t task; (task = next_task(region)) * width < n_out;) {
+  each_task(region, (n_out + width - 1) / width, [&](int64_t task) {
     int64_t counter = 0;
     l.linear->run(slice(l.args, task * num_panels, num_panels, b.panel_bytes, logits), Region{0, 1, &counter, region.scratch});
     look_at_chunk(l, task * width, width, logits, parts);
-  }
+  });
 }
 
 template <typename Args>
