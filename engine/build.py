@@ -29,6 +29,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Schedule
 from engine.sizing import available_memory, size_pool
 from engine.speculation import Speculator
+from engine.step_pace import StepPace
 from engine.suffix_proposer import SuffixProposer
 from engine.tiers.build import build_tiers
 from engine.tiers.disk_format import KV_VERSION
@@ -74,6 +75,7 @@ class EngineParts:
     drafter: Drafter | None = None
     ranks: Ranks | None = None
     costs: DraftCosts | None = None
+    pace: StepPace | None = None
     starting_runner: StartingRunner | None = None
     """The runner, if the next step is to be started while one runs (asynchronous scheduling)."""
 
@@ -185,7 +187,10 @@ def _build_parts(
         forward = None if options.enforce_eager else replaying(model, most_rows(limits))
         runner = ModelRunner(config, model, memory, sampler, slots, forward=forward)
     tiers = build_tiers(options, memory, kv_cache, runner.numerics_class)
-    scheduler = Scheduler(limits, kv_cache, speculator, tiers)
+    pace = None
+    if options.target_step_ms:
+        pace = StepPace(options.target_step_ms / 1e3, options.max_num_batched_tokens)
+    scheduler = Scheduler(limits, kv_cache, speculator, tiers, pace)
     return EngineParts(
         config,
         memory,
@@ -198,6 +203,7 @@ def _build_parts(
         drafter,
         ranks,
         None if speculator is None else speculator.costs,
+        pace,
         runner if _schedules_ahead(options, speculates=speculator is not None) else None,
     )
 

@@ -64,6 +64,7 @@ class Engine:
         self._runner = parts.runner
         self._drafter = parts.drafter
         self._costs = parts.costs
+        self._pace = parts.pace
         self._ranks = parts.ranks
         if self._ranks is not None:
             self._ranks.on_death = self.die
@@ -158,9 +159,13 @@ class Engine:
                 failed += self._without_adapter(self._schedule, error)
             finally:
                 self.memory.step_launched()
-        if self._costs is not None and sampled and only_decodes:
+        if sampled:
             num_rows = sum(item.num_new_tokens for item in self._schedule.items)
-            self._costs.observe_step(num_rows, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            if only_decodes and self._costs is not None:
+                self._costs.observe_step(num_rows, seconds)
+            elif not only_decodes and self._pace is not None:
+                self._pace.observe(num_rows, seconds)
         if self._drafter is not None:
             self._drafter.settle(self._schedule, sampled)
         output = self.scheduler.update(self._schedule, sampled)

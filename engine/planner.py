@@ -1,7 +1,8 @@
 """Plans a step: who computes how many tokens, with which blocks. The half of the scheduler that decides.
 
     running sequences that decode get one token each, and drafts where guessing pays;
-    the rest of the token budget is shared evenly between prompts, running and newly admitted
+    the rest of the token budget, or what a step's pace leaves of it, is shared evenly between prompts, running and
+    newly admitted
 
 A sequence takes blocks as it grows. When none is left, the sequence that ranks last (priority, then the tenants' fair
 order, then arrival) gives all of its blocks back, waits, and recomputes later what the prefix cache has lost. Nobody
@@ -22,6 +23,7 @@ from engine.kv_cache import KvCache
 from engine.sequence import Schedule, ScheduledSequence, Sequence
 from engine.sequence_queues import SequenceQueues, by_rank
 from engine.speculation import Speculator
+from engine.step_pace import StepPace
 from engine.tier_loads import TierLoads
 from engine.token_budget import share_fairly
 
@@ -72,6 +74,7 @@ class StepPlanner:
         loads: TierLoads,
         queues: SequenceQueues,
         speculator: Speculator | None,
+        pace: StepPace | None = None,
     ) -> None:
         self.num_preemptions = 0
         self._config = config
@@ -80,6 +83,7 @@ class StepPlanner:
         self._loads = loads
         self._queues = queues
         self._speculator = speculator
+        self._pace = pace
         self._decided_on: tuple[int, ...] = ()
 
     def num_slots(self, sequence: Sequence) -> int:
@@ -93,6 +97,9 @@ class StepPlanner:
         self._schedule_decodes(step)
         if self._speculator is not None:
             self._schedule_drafts(step, self._speculator)
+        if self._pace is not None:
+            num_taken = self._config.max_num_batched_tokens - step.budget
+            step.budget = min(step.budget, self._pace.for_prompts(num_taken))
         self._schedule_prefills(step)
         if not step.items and not self._loads.is_busy:  # everybody sits on blocks that another one needs
             found = self._preempt_worst([*self._queues.running, *self._queues.waiting])

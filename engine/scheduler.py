@@ -22,6 +22,7 @@ from engine.sample import SampledToken
 from engine.sequence import Schedule, ScheduledSequence, Sequence
 from engine.sequence_queues import SequenceQueues
 from engine.speculation import Speculator
+from engine.step_pace import StepPace
 from engine.tier_loads import TierLoads
 from engine.tiers.kv_tiers import KvTiers
 
@@ -35,6 +36,7 @@ class Scheduler:
         kv_cache: KvCache,
         speculator: Speculator | None = None,
         tiers: KvTiers | None = None,
+        pace: StepPace | None = None,
     ) -> None:
         num_tokens = kv_cache.groups.longest_sequence(kv_cache.num_blocks, config.max_model_len)
         if config.max_model_len > num_tokens:
@@ -47,7 +49,7 @@ class Scheduler:
         self._tables = BlockTables(kv_cache)
         self._queues = SequenceQueues()
         loads = TierLoads(kv_cache, self._tables, tiers)
-        self._planner = StepPlanner(config, kv_cache, self._tables, loads, self._queues, speculator)
+        self._planner = StepPlanner(config, kv_cache, self._tables, loads, self._queues, speculator, pace)
         self._speculator = speculator
         self._num_arrivals = 0
         self._ahead: Schedule | None = None

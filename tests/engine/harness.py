@@ -13,6 +13,7 @@ from engine.kv_cache import KvCache
 from engine.request import ChoiceState, EngineRequest, FinishReason, HeldKv, PrefillProgress, StepOutput
 from engine.scheduler import Scheduler
 from engine.speculation import Speculator
+from engine.step_pace import StepPace
 from engine.tiers.disk_slots import DiskSlots
 from engine.tiers.host_slots import HostSlots
 from engine.tiers.kv_tiers import KvTiers
@@ -66,6 +67,7 @@ class Harness:
     block_size: int = BLOCK_SIZE
     enable_caching: bool = True
     speculator: Speculator | None = None
+    pace: StepPace | None = None
     make_drafter: Callable[[BlockPool], tuple[SpeculativeConfig, Drafter]] | None = None
     may_break: bool = False
     is_async: bool = False
@@ -115,7 +117,7 @@ class Harness:
         self.runner = FakeRunner(self.num_blocks, self.block_size, groups)
         self.tiers = self._make_tiers() if self.num_host_blocks or self.disk or self.store else None
         load_whatever_it_costs(self.tiers)
-        self.scheduler = Scheduler(config, self.cache, self.speculator, self.tiers)
+        self.scheduler = Scheduler(config, self.cache, self.speculator, self.tiers, self.pace)
         self.pipeline = DecodePipeline(self.scheduler, self.runner)
 
     def _make_tiers(self) -> KvTiers:
