@@ -159,13 +159,10 @@ class Engine:
                 failed += self._without_adapter(self._schedule, error)
             finally:
                 self.memory.step_launched()
-        if sampled:
+        observer = self._costs if only_decodes else self._pace
+        if observer is not None and sampled:
             num_rows = sum(item.num_new_tokens for item in self._schedule.items)
-            seconds = time.perf_counter() - began
-            if only_decodes and self._costs is not None:
-                self._costs.observe_step(num_rows, seconds)
-            elif not only_decodes and self._pace is not None:
-                self._pace.observe(num_rows, seconds)
+            observer.observe_step(num_rows, time.perf_counter() - began)
         if self._drafter is not None:
             self._drafter.settle(self._schedule, sampled)
         output = self.scheduler.update(self._schedule, sampled)

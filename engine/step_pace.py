@@ -18,7 +18,7 @@ class StepPace:
         self._max_tokens = max_tokens
         self._rate = Rate(max_tokens / target_seconds, target_seconds)
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
         """A step that computed some of a prompt; `num_tokens` with what decoded beside it."""
         self._rate.observe(num_tokens, seconds)
 

@@ -21,7 +21,7 @@ def settle(pace: StepPace, fixed: float, each: float, num_decodes: int = 0) -> f
     for _ in range(60):
         num_tokens = pace.for_prompts(num_decodes) + num_decodes
         seconds = fixed + each * num_tokens
-        pace.observe(num_tokens, seconds)
+        pace.observe_step(num_tokens, seconds)
     return seconds
 
 
@@ -44,14 +44,14 @@ def test_a_machine_that_gets_faster_or_had_small_steps_recovers() -> None:
     pace = StepPace(TARGET, 512)
     settle(pace, 0.04, 0.02)
     for _ in range(50):
-        pace.observe(4, 0.05)
+        pace.observe_step(4, 0.05)
     assert settle(pace, 0.04, 0.001) == pytest.approx(TARGET, rel=0.1)
 
 
 def test_a_plan_keeps_to_it_and_decodes_count() -> None:
     pace = StepPace(TARGET, 100)
     for _ in range(60):
-        pace.observe(50, TARGET)
+        pace.observe_step(50, TARGET)
     harness = Harness(max_num_batched_tokens=100, max_model_len=200, num_blocks=80, pace=pace)
     harness.ask("decodes", 3, max_tokens=9, ignore_eos=True)
     harness.step()
