@@ -1,8 +1,8 @@
 """Plans a step: who computes how many tokens, with which blocks. The half of the scheduler that decides.
 
     running sequences that decode get one token each, and drafts where guessing pays;
-    the rest of the token budget, or what a step's pace leaves of it, is shared evenly between prompts, running and
-    newly admitted
+    the rest of the token budget, or what a step's pace leaves of it, is shared out between prompts, running and newly
+    admitted (`engine/token_budget.py`); one computes what several begin with, the others take it over
 
 A sequence takes blocks as it grows. When none is left, the sequence that ranks last (priority, then the tenants' fair
 order, then arrival) gives all of its blocks back, waits, and recomputes later what the prefix cache has lost. Nobody
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from engine.adapter_places import AdapterPlaces
 from engine.admission import SchedulerConfig
 from engine.block_tables import BlockTables
+from engine.common_prefixes import CommonPrefixes
 from engine.finish import is_last
 from engine.kv_cache import KvCache
 from engine.sequence import Schedule, ScheduledSequence, Sequence
@@ -25,7 +26,7 @@ from engine.sequence_queues import SequenceQueues, by_rank
 from engine.speculation import Speculator
 from engine.step_pace import StepPace
 from engine.tier_loads import TierLoads
-from engine.token_budget import share_fairly
+from engine.token_budget import Prompt, share_out
 
 PROMPT_LOGPROB_CHUNK = 128
 """Tokens a step of a prompt whose log-probabilities are wanted: each costs a pass over the vocabulary."""
@@ -81,6 +82,7 @@ class StepPlanner:
         self._cache = cache
         self._tables = tables
         self._loads = loads
+        self._common = CommonPrefixes(cache, tables)
         self._queues = queues
         self._speculator = speculator
         self._pace = pace
@@ -170,11 +172,16 @@ class StepPlanner:
         prefills = [seq for seq in self._queues.running if seq.num_remaining_tokens > 1]
         prefills += self._admit_waiting(step, prefills)
         prefills.sort(key=by_rank)
-        demands = [_most_tokens(seq) for seq in prefills]
-        shares = share_fairly(step.budget, demands, [seq.request.tenant for seq in prefills])
+        for sequence in prefills:
+            self._common.take_over(sequence)
+        shares = share_out(step.budget, list(map(self._wants, prefills)))
         for sequence, share in zip(prefills, shares, strict=True):
             if sequence.is_running:
                 self._plan(sequence, share, step)
+
+    def _wants(self, sequence: Sequence) -> Prompt:
+        urgency = (sequence.request.priority, sequence.num_remaining_tokens)
+        return Prompt(_most_tokens(sequence), sequence.request.tenant, urgency, self._common.next_block(sequence))
 
     def _plan(self, sequence: Sequence, num_tokens: int, step: _Step) -> None:
         """Without blocks the sequence keeps what it has and sits this step out."""
@@ -182,23 +189,24 @@ class StepPlanner:
             step.add(sequence, num_tokens)
 
     def _admit_waiting(self, step: _Step, prefills: list[Sequence]) -> list[Sequence]:
-        """Lets waiting sequences run, in order of rank, as slots, tokens and blocks allow.
+        """Lets waiting sequences run, in order of rank, as slots and blocks allow.
 
         Once one is held up by blocks, only those that have blocks already may pass it: they end and give them back.
         Once one is held up by its adapter, no other adapter's may pass it: the running ones end and leave it a place.
         Who waits for a tier counts as running and holds nobody up.
         """
         admitted: list[Sequence] = []
+        if step.budget < 1:
+            return admitted
         loading = list(self._loads.waiting())
         slots = self._config.max_num_seqs - sum(map(self.num_slots, [*self._queues.running, *loading]))
-        tokens = step.budget - len(prefills)
         promised = sum(map(self._num_missing_blocks, [*prefills, *loading]))
         if self._queues.running:
             promised += self._cache.num_blocks // 100  # decodes grow too; admitting on the last block only thrashes
         blocked = False
         places = AdapterPlaces(self._config.max_loras, self._queues.running)
         for sequence in list(self._queues.waiting):
-            if slots < self.num_slots(sequence) or tokens < 1:
+            if slots < self.num_slots(sequence):
                 break
             if sequence.load is not None or (blocked and not sequence.block_table):
                 continue
@@ -215,7 +223,6 @@ class StepPlanner:
             self._report_cached(sequence, step)
             admitted.append(sequence)
             slots -= self.num_slots(sequence)
-            tokens -= 1
             promised += self._num_missing_blocks(sequence)
         return admitted
 

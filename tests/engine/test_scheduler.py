@@ -1,5 +1,7 @@
 """Who gets how many tokens: decode first, fair prompts, slots, order, the prefix cache, aborts, load."""
 
+from collections import Counter
+
 import pytest
 
 from engine.request import EngineLoad, FinishReason
@@ -34,26 +36,60 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     harness.check_idle()
 
 
-def test_decodes_come_first_and_prompts_share_the_rest() -> None:
+def test_decodes_come_first_and_equal_prompts_are_computed_one_after_the_other() -> None:
     harness = Harness(max_num_batched_tokens=8, num_blocks=40)
     harness.ask("decodes", 3, max_tokens=9, ignore_eos=True)
     harness.step()
     harness.ask("a", 20, max_tokens=1)
     harness.ask("b", 20, max_tokens=1)
-    harness.step()
-    assert _computed(harness, 1) == {"decodes": 1, "a": 4, "b": 3}
     harness.run()
-    assert all(_computed(harness, i)["decodes"] == 1 for i in range(1, 9))
+    assert [_computed(harness, i) for i in range(1, 7)] == [
+        {"decodes": 1, "a": 7},
+        {"decodes": 1, "a": 7},
+        {"decodes": 1, "a": 6, "b": 1},
+        {"decodes": 1, "b": 7},
+        {"decodes": 1, "b": 7},
+        {"decodes": 1, "b": 5},
+    ]
     harness.check_outputs()
 
 
-def test_everybody_gets_at_least_one_token_in_every_step() -> None:
-    harness = Harness(max_num_batched_tokens=4, max_num_seqs=4, num_blocks=40)
-    for name in "abcd":
-        harness.ask(name, 20, max_tokens=4, ignore_eos=True)
-    for _ in range(20):
+def test_a_short_prompt_has_half_of_a_step_however_many_long_ones_there_are() -> None:
+    harness = Harness(max_num_batched_tokens=8, max_num_seqs=8, num_blocks=80)
+    for i in range(6):
+        harness.ask(f"long{i}", 36, max_tokens=1)
+    harness.step()
+    harness.ask("short", 7, max_tokens=1)
+    harness.step()
+    harness.step()
+    assert [_computed(harness, i) for i in (1, 2)] == [{"long0": 4, "short": 4}, {"long0": 5, "short": 3}]
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_a_long_prompt_is_done_in_twice_the_time_whatever_comes_behind_it() -> None:
+    harness = Harness(max_num_batched_tokens=8, max_num_seqs=8, num_blocks=80)
+    harness.ask("long", 36, max_tokens=1)
+    for i in range(9):
+        harness.ask(f"short{i}", 6, max_tokens=1)
         harness.step()
-    assert all(set(_computed(harness, i)) == set("abcd") for i in range(20))
+    assert ("long", 0) in harness.reasons
+    assert all(_computed(harness, i)["long"] >= 4 for i in range(9))
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_of_one_tenant_a_better_priority_is_computed_first_and_another_tenant_has_its_half() -> None:
+    harness = Harness(max_num_batched_tokens=8, max_num_seqs=8, num_blocks=80)
+    harness.ask("later", 12, max_tokens=1, priority=1, tenant="A")
+    harness.ask("urgent", 20, max_tokens=1, tenant="A")
+    harness.ask("other", 30, max_tokens=1, priority=2, tenant="B")
+    harness.step()
+    assert _computed(harness, 0) == {"urgent": 4, "other": 4}
+    harness.run()
+    harness.check_outputs()
 
 
 def test_max_num_seqs_limits_and_waiting_is_first_come_first_served() -> None:
@@ -138,14 +174,57 @@ def test_without_caching_there_are_no_hits() -> None:
     harness.check_idle()
 
 
-def test_equal_prompts_in_the_same_step_end_up_on_the_same_blocks() -> None:
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_what_prompts_begin_with_is_computed_once(windows: tuple[int | None, ...], prefill_only: bool) -> None:
+    """Four come together: 20 tokens in common, then 1 to 4 of their own."""
+    harness = Harness(max_num_batched_tokens=8, num_blocks=80, windows=windows)
+    for i in range(4):
+        prompt = [*prompt_of(20), *prompt_of(1 + i, salt=1 + i)]
+        harness.ask(f"r{i}", prompt, max_tokens=1, prefill_only=prefill_only)
+    harness.run()
+    computed = Counter(request_id for step in harness.runner.steps for request_id, _, num in step for _ in range(num))
+    assert computed == {"r0": 21, "r1": 2, "r2": 3, "r3": 4}
+    assert harness.cache.stats().num_hit_tokens == 3 * 20
+    if prefill_only:
+        assert [harness.held[f"r{i}"].num_cached_tokens for i in range(4)] == [0, 20, 20, 20]
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_who_has_more_in_common_waits_for_who_computes_it() -> None:
+    """The shortest goes on where their ways part, the one in front is in nobody's way."""
+    harness = Harness(max_num_batched_tokens=8, num_blocks=80)
+    harness.ask("front", [*prompt_of(12), *prompt_of(12, salt=1)], max_tokens=1)
+    harness.ask("short", [*prompt_of(12), *prompt_of(5, salt=2)], max_tokens=1)
+    harness.ask("other", prompt_of(30, salt=3), max_tokens=1)
+    for _ in range(3):
+        harness.step()
+    steps = [_computed(harness, i) for i in range(3)]
+    assert steps == [{"front": 8}, {"front": 8}, {"front": 4, "short": 4}]
+    harness.run()
+    harness.check_outputs()
+
+
+def test_a_block_computed_twice_ends_up_as_one() -> None:
+    """Whoever wants a prompt's log-probabilities computes it, whatever others have of it."""
     harness = Harness(num_blocks=40)
     for request_id in ("a", "b"):
-        harness.ask(request_id, prompt_of(8), max_tokens=9, ignore_eos=True)
+        harness.ask(request_id, prompt_of(8), max_tokens=9, ignore_eos=True, prompt_logprobs=0)
     harness.step()
     harness.step()
     assert harness.cache.num_referenced == 4  # two shared, one more each
     harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_without_caching_nobody_waits_for_what_others_compute() -> None:
+    harness = Harness(enable_caching=False, max_num_batched_tokens=16, num_blocks=40)
+    for request_id in ("a", "b"):
+        harness.ask(request_id, prompt_of(8), max_tokens=1)
+    harness.step()
+    assert _computed(harness, 0) == {"a": 8, "b": 8}
     harness.check_outputs()
     harness.check_idle()
 

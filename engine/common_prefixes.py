@@ -1,0 +1,72 @@
+"""What several prompts begin with is computed once: who waits for it takes the blocks over as they come.
+
+Sequences that come together find nothing in the cache. One computes the beginning (`engine/token_budget.py` decides
+who), the others have no tokens in that step, and go on behind it:
+
+    first    [ computed | this step | .......... ]
+    second   [ taken over |   waits | .... ]          next block: the one that the first computes
+
+What came late of a preempted sequence is found in the same way.
+"""
+
+from engine.block_tables import BlockTables
+from engine.kv_cache import KvCache
+from engine.sequence import Sequence
+from kvstore.kv_groups import RELEASED
+
+
+class CommonPrefixes:
+    """Of sequences that run and have tokens of their prompt to compute."""
+
+    def __init__(self, cache: KvCache, tables: BlockTables) -> None:
+        self._cache = cache
+        self._tables = tables
+
+    def next_block(self, sequence: Sequence) -> bytes | None:
+        """The key of the block that it computes next; None if it must compute it, whoever has it."""
+        at = sequence.num_committed_blocks
+        if not self._cache.enable_caching or at >= self._tables.most_cached(sequence):
+            return None
+        self._tables.extend_keys(sequence)
+        return sequence.keys[at]
+
+    def take_over(self, sequence: Sequence) -> None:
+        """Gives it the blocks that others have computed since it was looked up, in the place of its own empty ones."""
+        next_block = self.next_block(sequence)
+        if next_block is None or not self._cache.is_cached(next_block):
+            return
+        if self._cache.groups.is_plain:
+            self._take_run(sequence)
+        else:
+            self._take_groups(sequence)
+
+    def _take_run(self, sequence: Sequence) -> None:
+        at, most = sequence.num_committed_blocks, self._tables.most_cached(sequence)
+        found = self._cache.match_run(0, sequence.keys, sequence.token_ids, at, most)
+        own = sequence.block_table[at : at + len(found)]
+        sequence.block_table[at : at + len(found)] = found
+        self._tables.releases.release(own)
+        self._book(sequence, at + len(found))
+
+    def _take_groups(self, sequence: Sequence) -> None:
+        """Groups that slide give back the window of the shorter beginning, the others keep what they have reserved."""
+        keys = sequence.keys[: self._tables.most_cached(sequence)]
+        if self._cache.hit_depth(keys) <= sequence.num_committed_blocks:
+            return
+        held = self._cache.match_groups(keys, sequence.token_ids)
+        depth, own, tables = held[0].end, [], []
+        for table, first, blocks in zip(sequence.tables, sequence.num_released, held, strict=True):
+            own += table[first:depth]
+            tables.append([RELEASED] * blocks.first + [*blocks.block_ids, *table[depth:]])
+        sequence.block_table, *sequence.other_tables = tables
+        sequence.num_released = [blocks.first for blocks in held]
+        self._tables.releases.release(own)
+        self._book(sequence, depth)
+
+    def _book(self, sequence: Sequence, num_blocks: int) -> None:
+        if num_blocks > sequence.num_committed_blocks:  # else a part of the next one, which it has computed, is its own
+            num_new = num_blocks * self._cache.block_size - sequence.num_computed_tokens
+            sequence.num_committed_blocks = num_blocks
+            sequence.num_computed_tokens += num_new
+            sequence.num_cached_tokens += num_new
+            self._cache.record_query(0, num_new)
