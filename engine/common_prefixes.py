@@ -69,4 +69,3 @@ class CommonPrefixes:
             sequence.num_committed_blocks = num_blocks
             sequence.num_computed_tokens += num_new
             sequence.num_cached_tokens += num_new
-            self._cache.record_query(0, num_new)

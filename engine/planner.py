@@ -187,6 +187,7 @@ class StepPlanner:
         """Without blocks the sequence keeps what it has and sits this step out."""
         if num_tokens and self._make_room(sequence, num_tokens, step):
             step.add(sequence, num_tokens)
+            self._report_cached(sequence, step)
 
     def _admit_waiting(self, step: _Step, prefills: list[Sequence]) -> list[Sequence]:
         """Lets waiting sequences run, in order of rank, as slots and blocks allow.
@@ -220,7 +221,6 @@ class StepPlanner:
                 continue
             self._queues.run(sequence)
             places.take(sequence)
-            self._report_cached(sequence, step)
             admitted.append(sequence)
             slots -= self.num_slots(sequence)
             promised += self._num_missing_blocks(sequence)
@@ -247,10 +247,10 @@ class StepPlanner:
         return fits
 
     def _report_cached(self, sequence: Sequence, step: _Step) -> None:
-        """Reports a request's cache hits when it first runs, not again after preemption."""
+        """Reports a request's cache hits when it begins, not again after preemption."""
         live = self._queues.requests[sequence.request_id]
-        if not live.admitted:
-            live.admitted = True
+        if not live.has_begun:
+            live.has_begun = True
             step.cached.append((sequence.request_id, sequence.num_cached_tokens))
             step.loaded += [(sequence.request_id, tier, num) for tier, num in sequence.loaded_tokens]
             self._cache.record_query(sequence.num_tokens, sequence.num_cached_tokens)

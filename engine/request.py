@@ -203,7 +203,7 @@ class RequestFailed:
 class EngineLoad:
     """How busy the engine is; units as in WorkerLoad. The adapters' names are sorted.
 
-    `num_tokens_to_compute` are those of requests that have run already: what the others need, their first look-up says.
+    `num_tokens_to_compute` are those of requests that have begun: what the others need, their first look-up says.
     """
 
     num_running: int = 0
@@ -219,7 +219,7 @@ class EngineLoad:
 class StepOutput:
     """Everything one engine step produced.
 
-    `cached` has (request id, prompt tokens found in the cache) for each request that was admitted in this step, and
+    `cached` has (request id, prompt tokens found in the cache) for each request that begins with this step, and
     `loaded` (request id, tier, tokens) those of them that were brought up from a tier.
     `drafts` has (drafted, accepted) tokens for each sequence that had drafts. `seconds` is the step's duration and
     `ended_at` its end, in seconds since the epoch; 0 for an output that no step made (an abort, a refusal).

@@ -101,8 +101,8 @@ class Scheduler:
     def load(self) -> EngineLoad:
         """How busy this engine is now."""
         waiting, running = self._queues.waiting, self._queues.running
-        begun = [seq for seq in running if seq.num_remaining_tokens > 1]
-        begun += [seq for seq in waiting if self._queues.requests[seq.request_id].admitted]
+        begun = [seq for seq in running if seq.num_remaining_tokens > 1] + waiting
+        begun = [seq for seq in begun if self._queues.requests[seq.request_id].has_begun]
         return EngineLoad(
             num_running=len(running),
             num_waiting=len(waiting),

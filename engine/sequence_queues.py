@@ -15,13 +15,13 @@ def by_rank(sequence: Sequence) -> tuple[int, int, int, int]:
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request that has not ended. `admitted`: one of its sequences has run, its cache hits were reported.
+    """A request that has not ended. `has_begun`: a step had one of its sequences, its cache hits were reported.
 
     `num_reserved_tokens` is what its tenant was charged for and is not computed yet.
     """
 
     sequences: list[Sequence]
-    admitted: bool = False
+    has_begun: bool = False
     num_reserved_tokens: int = 0
 
 

@@ -120,8 +120,8 @@ def test_abort_in_mid_prefill(num_steps: int) -> None:
 def test_prefills_that_take_windows_on_the_way_do_not_wait_for_each_other_for_ever() -> None:
     """Both hold what they have, nothing is free: the worse one starts over, and what was handed out stays right."""
     harness = Harness(windows=(None, 5), num_blocks=24, max_num_batched_tokens=4, enable_caching=False)
-    for name in ("first", "second"):
-        harness.ask(name, 20, max_tokens=2, prefill_only=True)
+    for name, num_tokens in (("first", 24), ("second", 20)):
+        harness.ask(name, num_tokens, max_tokens=2, prefill_only=True)
     harness.step()
     taken = harness.cache.allocate(harness.cache.num_free) or []
     for _ in range(30):

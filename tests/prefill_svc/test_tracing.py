@@ -25,8 +25,8 @@ def test_chunks_of_a_preempted_prefill_count_what_they_computed() -> None:
     ended: list[tuple[str, dict[str, Any]]] = []
     parts: Any = _Parts(Recorded("prefill", ended))  # type: ignore[arg-type]
     worker: Any = SimpleNamespace(parts={"second": parts})
-    for name in ("first", "second"):
-        harness.ask(name, 20, max_tokens=2, prefill_only=True)
+    for name, num_tokens in (("first", 24), ("second", 20)):
+        harness.ask(name, num_tokens, max_tokens=2, prefill_only=True)
     TracedPrefillWorker._trace(worker, harness.step())
     taken = harness.cache.allocate(harness.cache.num_free) or []
     for _ in range(30):
