@@ -48,7 +48,7 @@ class PrefixFetcher:
         worker_metrics: WorkerMetrics,
         metrics: FetchMetrics,
         num_lacking: Callable[[], int],
-        spawn: Callable[[Coroutine[Any, Any, None], str], object],
+        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
     ) -> None:
         self.rates = Rates()
         self.settings = settings

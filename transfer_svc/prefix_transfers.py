@@ -49,7 +49,7 @@ class PrefixTransfers:
         metrics: FetchMetrics,
         block_size: int,
         block_bytes: int,
-        spawn: Callable[[Coroutine[Any, Any, None], str], object],
+        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
     ) -> None:
         self._peers = peers
         self._reservations = reservations
@@ -62,7 +62,8 @@ class PrefixTransfers:
     async def bring(self, prefix: VerifiedPrefix, tokens: Sequence[int], offer: Offer, *, dear: bool) -> None:
         """The blocks of `tokens`, all that the offer is about. Raises FetchFailed.
 
-        What came is counted, and measured, whatever happens. `dear`: the peer is to load them whatever that costs.
+        What came is counted, and measured, whatever happens. `dear`: the peer is to load them whatever that costs, and
+        at the end it has its ticket back.
         """
         source, clock = offer.source, asyncio.get_running_loop().time
         started_at, num_before, num_tokens_before = clock(), len(prefix.arrivals), prefix.num_arrived_tokens
@@ -86,11 +87,13 @@ class PrefixTransfers:
             is_unused = True  # an answer that brings nothing says nothing of the link
             raise FetchFailed(_REASONS.get(error.code, "peer"), error.message) from None
         finally:
-            self._spawn(self._give_back(peer, asking), "prefix-release")
+            giving_back = self._spawn(self._give_back(peer, asking), "prefix-release")
             arrivals = prefix.arrivals[num_before:]
             if arrivals or not is_unused:
                 num_tokens = prefix.num_arrived_tokens - num_tokens_before
                 self._observe(offer, peer, arrivals, num_tokens, connected_at, clock())
+        if dear:  # whoever moves a prefix may want the peer to forget it
+            await asyncio.wait([giving_back])
         logger.debug("%d blocks from %s in %.3f s", len(arrivals), source.worker_id, clock() - started_at)
 
     async def _pull(self, prefix: VerifiedPrefix, peer: Peer, attached: AttachedPrefix) -> None:

@@ -1,5 +1,6 @@
 """An operator looks up, pins, clears and moves prefixes, through a router and on the workers themselves."""
 
+import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from router.pipeline import Pipeline
 from tests.decode_svc.harness import BLOCK_SIZE, greedy, random_prompt, reference, until
 from tests.tiny_adapters import make_adapter
 from tests.transfer_svc.fleet import fleet
+from transfer_svc.client import TransferClient
 
 PROMPT = random_prompt(7 * BLOCK_SIZE + 2, 1)
 PARAMS = greedy(6)
@@ -174,6 +176,20 @@ async def test_move_to_another_worker(model):
         with pytest.raises(grpc.aio.AioRpcError, match="nothing of the prompt is cached by 'd0'") as caught:
             await admin.MovePrefix(move)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_nothing_is_left_where_it_was_however_late_the_ticket_comes_back(model, monkeypatch):
+    release = TransferClient.release
+
+    async def late(*arguments):
+        await asyncio.sleep(0.2)
+        return await release(*arguments)
+
+    monkeypatch.setattr(TransferClient, "release", late)
+    async with fleet(model, ("p0", "d0"), mode="off") as workers, operator(workers, model) as admin:
+        await workers.prefill("p0", workers.request(PROMPT, PARAMS))
+        moved = await admin.MovePrefix(admin_pb2.MovePrefixRequest(request=ask(), to_worker_id="d0", remove=True))
+        assert (moved.num_moved_blocks, moved.num_removed_blocks) == (7, 7)
 
 
 async def test_a_move_takes_what_lies_below_the_device(model):
