@@ -48,7 +48,12 @@ class Points:
             prompts = self._prompts(1, int(numbers[0]))
             self._seconds(prompts, 1)
             return statistics.median(self._seconds(prompts, 1) for _ in range(_REPEATS)) * 1e3
-        raise ValueError(f"point: {name!r} is none of decode, prefill, mixed, warm")
+        if kind == "burst":  # burst_16x1024+16_ms: prompts that begin alike come together, what they begin with is new
+            shape, own = numbers[0].split("+")
+            count, length = map(int, shape.split("x"))
+            (common,) = self._prompts(1, length)
+            return self._seconds([common + tail for tail in self._prompts(count, int(own))], 1) * 1e3
+        raise ValueError(f"point: {name!r} is none of decode, prefill, mixed, warm, burst")
 
     def _decode_step(self, batch: int) -> float:
         """The difference between many tokens and one, per step."""
