@@ -285,6 +285,10 @@ class BlockTables:
                 table[first:end] = [RELEASED] * (end - first)
                 sequence.num_released[group] = end
 
+    def is_writing_to_shared(self, sequence: Sequence) -> bool:
+        """Whether somebody else, the source of an earlier copy included, still holds the block of its next token."""
+        return any(self._is_shared_partial(sequence, table) for table in sequence.tables)
+
     def _is_shared_partial(self, sequence: Sequence, table: Seq[int]) -> bool:
         at = sequence.num_computed_tokens // self._block_size
         if at >= len(table):

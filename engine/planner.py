@@ -122,6 +122,8 @@ class StepPlanner:
             return None
         if self._queues.waiting and (len(going_on) < len(decoding) or self._situation() != self._decided_on):
             return None
+        if any(map(self._tables.is_writing_to_shared, going_on)):  # a copy now would be of a block in the making
+            return None
         copies: list[tuple[int, int]] = []
         if not all(self._tables.grow(seq, seq.num_computed_tokens + 2, copies) for seq in going_on):
             return None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -255,6 +256,12 @@ def test_tokens_equal_the_oracle_when_steps_run_late(
     """A step is started before the one in front of it has run: what ends or comes in between must not meet it."""
     tiers = 0 if None not in windows else num_host_blocks
     _run_workload(seed, is_async=True, windows=windows, num_host_blocks=tiers)
+
+
+@pytest.mark.parametrize("seed", [810018808, 2593603348])
+def test_no_step_is_planned_ahead_that_copies_what_the_running_one_writes(seed: int) -> None:
+    """Two in some ten thousand workloads: a branch's block was copied again while a step wrote to it."""
+    _run_workload(seed, is_async=True)
 
 
 def test_the_workloads_whose_steps_run_late_are_hard() -> None:
