@@ -286,7 +286,7 @@ class BlockTables:
                 sequence.num_released[group] = end
 
     def is_writing_to_shared(self, sequence: Sequence) -> bool:
-        """Whether somebody else, the source of an earlier copy included, still holds the block of its next token."""
+        """Whether the block of its next token has another holder, be it a copy that a running step has yet to make."""
         return any(self._is_shared_partial(sequence, table) for table in sequence.tables)
 
     def _is_shared_partial(self, sequence: Sequence, table: Seq[int]) -> bool:

@@ -49,12 +49,16 @@ class CommonPrefixes:
         self._book(sequence, at + len(found))
 
     def _take_groups(self, sequence: Sequence) -> None:
-        """Groups that slide give back the window of the shorter beginning, the others keep what they have reserved."""
+        """Groups that slide give back the window where it was before, the others keep what they have reserved.
+
+        The hit may be no deeper than what it has: a window is missing, or was evicted by another thread just now.
+        """
         keys = sequence.keys[: self._tables.most_cached(sequence)]
-        if self._cache.hit_depth(keys) <= sequence.num_committed_blocks:
-            return
         held = self._cache.match_groups(keys, sequence.token_ids)
         depth, own, tables = held[0].end, [], []
+        if depth <= sequence.num_committed_blocks:
+            self._cache.release([block_id for blocks in reversed(held) for block_id in blocks.block_ids])
+            return
         for table, first, blocks in zip(sequence.tables, sequence.num_released, held, strict=True):
             own += table[first:depth]
             tables.append([RELEASED] * blocks.first + [*blocks.block_ids, *table[depth:]])

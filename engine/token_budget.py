@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a prompt wants of a step: at most `num_wanted` tokens. A tenant's lower `urgency` is served first.
+    """What a prompt wants of a step: at most `num_wanted` tokens. Beside the one in front, low `urgency` goes first.
 
     `next_block` is the key of the block that it computes next: prompts with the same one have everything up to there in
     common, and only one of a tenant's computes it. None: this one does, whoever else.

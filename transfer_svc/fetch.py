@@ -110,7 +110,8 @@ class PrefixFetcher:
         """Returns how many tokens it has brought into the cache, own tiers' included.
 
         Nothing but a cancellation is raised. The last token is computed in any case, so it is not fetched. Afterwards
-        no reference and no ticket is held. `always`: somebody asks for it, whatever computing would cost.
+        no reference is held. `always`: somebody asks for it, whatever computing would cost, and may want the peer to
+        forget it then: afterwards no ticket is held either.
         """
         if not (self._keeps_what_comes if always else self.wants(sources)):
             return 0
@@ -120,6 +121,9 @@ class PrefixFetcher:
             logger.exception("request %s: the fetch failed, the prompt is computed here", request_id)
             self.metrics.failed("bug")
             return 0
+        finally:
+            if always:
+                await self._transfers.all_given_back()
 
     async def _fetch(
         self,

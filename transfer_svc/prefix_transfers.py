@@ -58,12 +58,17 @@ class PrefixTransfers:
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._spawn = spawn
+        self._giving_back: set[asyncio.Task[None]] = set()
+
+    async def all_given_back(self) -> None:
+        """The peers have the tickets of the transfers that have ended until now, or couldn't be told."""
+        if self._giving_back:
+            await asyncio.wait(set(self._giving_back))
 
     async def bring(self, prefix: VerifiedPrefix, tokens: Sequence[int], offer: Offer, *, dear: bool) -> None:
         """The blocks of `tokens`, all that the offer is about. Raises FetchFailed.
 
-        What came is counted, and measured, whatever happens. `dear`: the peer is to load them whatever that costs, and
-        at the end it has its ticket back.
+        What came is counted, and measured, whatever happens. `dear`: the peer is to load them whatever that costs.
         """
         source, clock = offer.source, asyncio.get_running_loop().time
         started_at, num_before, num_tokens_before = clock(), len(prefix.arrivals), prefix.num_arrived_tokens
@@ -87,13 +92,13 @@ class PrefixTransfers:
             is_unused = True  # an answer that brings nothing says nothing of the link
             raise FetchFailed(_REASONS.get(error.code, "peer"), error.message) from None
         finally:
-            giving_back = self._spawn(self._give_back(peer, asking), "prefix-release")
+            task = self._spawn(self._give_back(peer, asking), "prefix-release")
+            self._giving_back.add(task)
+            task.add_done_callback(self._giving_back.discard)
             arrivals = prefix.arrivals[num_before:]
             if arrivals or not is_unused:
                 num_tokens = prefix.num_arrived_tokens - num_tokens_before
                 self._observe(offer, peer, arrivals, num_tokens, connected_at, clock())
-        if dear:  # whoever moves a prefix may want the peer to forget it
-            await asyncio.wait([giving_back])
         logger.debug("%d blocks from %s in %.3f s", len(arrivals), source.worker_id, clock() - started_at)
 
     async def _pull(self, prefix: VerifiedPrefix, peer: Peer, attached: AttachedPrefix) -> None:

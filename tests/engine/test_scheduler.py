@@ -6,6 +6,7 @@ import pytest
 
 from engine.request import EngineLoad, FinishReason
 from engine.sample import SampledToken
+from kvstore.kv_groups import HeldBlocks
 from tests.engine.harness import Harness, prompt_of
 
 
@@ -204,6 +205,24 @@ def test_who_has_more_in_common_waits_for_who_computes_it() -> None:
     assert steps == [{"front": 8}, {"front": 8}, {"front": 4, "short": 4}]
     harness.run()
     harness.check_outputs()
+
+
+def test_a_hit_that_shrinks_while_it_is_taken_over_leaves_the_tables_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A transfer's thread may evict a window between two looks: then there is nothing to take over."""
+    harness = Harness(max_num_batched_tokens=8, num_blocks=80, windows=(None, 6))
+    for i in range(2):
+        harness.ask(f"r{i}", [*prompt_of(24), *prompt_of(6, salt=1 + i)], max_tokens=1)
+    for _ in range(3):
+        harness.step()
+    nothing = [HeldBlocks() for _ in harness.cache.groups.groups]
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.cache, "match_groups", lambda keys, tokens: nothing)
+        harness.step()
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
 
 
 def test_a_block_computed_twice_ends_up_as_one() -> None:
