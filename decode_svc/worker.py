@@ -211,15 +211,15 @@ class DecodeWorker(KvWorker):
     def _on_step(self, step: StepOutput, _: None) -> None:
         self.fetcher.observe_step(step)
         touched: list[Outbox] = []
+        for request_id in step.admitted:
+            self._queue.leave(request_id)
         for request_id, num_cached_tokens in step.cached:
-            if (state := self._requests.get(request_id)) is not None:
-                self._queue.leave(request_id)
-                if not state.accepted:
-                    state.num_fetched_tokens += step.num_loaded_tokens(request_id)
-                    self._accept(state, num_cached_tokens)
-                    self.fetcher.count_passed_over(state.num_passed_over_tokens, num_cached_tokens)
-                    self._count_prefill(state.request, num_cached_tokens)
-                    touched.append(state.outbox)
+            if (state := self._requests.get(request_id)) is not None and not state.accepted:
+                state.num_fetched_tokens += step.num_loaded_tokens(request_id)
+                self._accept(state, num_cached_tokens)
+                self.fetcher.count_passed_over(state.num_passed_over_tokens, num_cached_tokens)
+                self._count_prefill(state.request, num_cached_tokens)
+                touched.append(state.outbox)
         for found in step.prompt_logprobs:
             if (state := self._requests.get(found.request_id)) is not None:
                 state.outbox.add_prompt_logprobs(state.handle, found)

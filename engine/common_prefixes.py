@@ -1,10 +1,10 @@
-"""What several prompts begin with is computed once: who waits for it takes the blocks over as they come.
+"""What several prompts begin with is computed once: who has waited for it takes the blocks over in its turn.
 
 Sequences that come together find nothing in the cache. One computes the beginning (`engine/token_budget.py` decides
 who), the others have no tokens in that step, and go on behind it:
 
     first    [ computed | this step | .......... ]
-    second   [ taken over |   waits | .... ]          next block: the one that the first computes
+    second   [    found |     waits | .... ]          next block: the one that the first computes
 
 What came late of a preempted sequence is found in the same way.
 """
@@ -22,18 +22,27 @@ class CommonPrefixes:
         self._cache = cache
         self._tables = tables
 
-    def next_block(self, sequence: Sequence) -> bytes | None:
-        """The key of the block that it computes next; None if it must compute it, whoever has it."""
-        at = sequence.num_committed_blocks
-        if not self._cache.enable_caching or at >= self._tables.most_cached(sequence):
-            return None
+    def look_up(self, sequence: Sequence) -> tuple[bytes | None, int]:
+        """The key of the block that is to be computed next, and how many tokens before it others have computed.
+
+        None: it must compute that block, whoever has it.
+        """
+        at, most = sequence.num_committed_blocks, self._tables.most_cached(sequence)
+        if not self._cache.enable_caching or at >= most:
+            return None, 0
         self._tables.extend_keys(sequence)
-        return sequence.keys[at]
+        if not self._cache.is_cached(sequence.keys[at]):
+            return sequence.keys[at], 0
+        depth = self._cache.num_cached_keys(sequence.keys[:most])
+        num_found = max(0, depth * self._cache.block_size - sequence.num_computed_tokens)
+        return (sequence.keys[depth] if depth < most else None), num_found
 
     def take_over(self, sequence: Sequence) -> None:
         """Gives it the blocks that others have computed since it was looked up, in the place of its own empty ones."""
-        next_block = self.next_block(sequence)
-        if next_block is None or not self._cache.is_cached(next_block):
+        at = sequence.num_committed_blocks
+        if not self._cache.enable_caching or at >= self._tables.most_cached(sequence):
+            return
+        if not self._cache.is_cached(sequence.keys[at]):
             return
         if self._cache.groups.is_plain:
             self._take_run(sequence)

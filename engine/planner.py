@@ -13,7 +13,6 @@ Pure: no clock, no I/O, no torch.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from engine.adapter_places import AdapterPlaces
 from engine.admission import SchedulerConfig
@@ -21,6 +20,7 @@ from engine.block_tables import BlockTables
 from engine.common_prefixes import CommonPrefixes
 from engine.finish import is_last
 from engine.kv_cache import KvCache
+from engine.planned_step import PlannedStep
 from engine.sequence import Schedule, ScheduledSequence, Sequence
 from engine.sequence_queues import SequenceQueues, by_rank
 from engine.speculation import Speculator
@@ -30,38 +30,6 @@ from engine.token_budget import Prompt, share_out
 
 PROMPT_LOGPROB_CHUNK = 128
 """Tokens a step of a prompt whose log-probabilities are wanted: each costs a pass over the vocabulary."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """What is left of one step's budget and what was planned with it."""
-
-    budget: int
-    items: dict[Sequence, int] = field(default_factory=dict)
-    drafts: dict[Sequence, tuple[int, ...]] = field(default_factory=dict)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    cached: list[tuple[str, int]] = field(default_factory=list)
-    loaded: list[tuple[str, str, int]] = field(default_factory=list)
-
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        self.items[sequence] = num_tokens
-        self.budget -= num_tokens
-
-    def add_draft(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
-        self.drafts[sequence] = token_ids
-        self.budget -= len(token_ids)
-
-    def planned(self) -> Schedule:
-        items = tuple(
-            ScheduledSequence(
-                seq,
-                num + len(drafts := self.drafts.get(seq, ())),
-                bool(seq.choices_to_sample) and num == seq.num_remaining_tokens,
-                drafts,
-            )
-            for seq, num in self.items.items()
-        )
-        return Schedule(items, tuple(self.copies), tuple(self.cached), tuple(self.loaded))
 
 
 class StepPlanner:
@@ -95,7 +63,7 @@ class StepPlanner:
     def plan(self) -> Schedule:
         """The next step's work. Empty although there is work: blocks are held elsewhere, try again later."""
         self._loads.settle()
-        step = _Step(self._config.max_num_batched_tokens)
+        step = PlannedStep(self._config.max_num_batched_tokens)
         self._schedule_decodes(step)
         if self._speculator is not None:
             self._schedule_drafts(step, self._speculator)
@@ -138,12 +106,12 @@ class StepPlanner:
         """As long as it is the same, nobody who waits could be admitted: nothing has come, ended or become free."""
         return (self._queues.num_changes, self._cache.num_releases, self._cache.num_restored)
 
-    def _schedule_decodes(self, step: _Step) -> None:
+    def _schedule_decodes(self, step: PlannedStep) -> None:
         for sequence in list(self._queues.running):
             if sequence.is_running and sequence.num_remaining_tokens == 1:
                 self._plan(sequence, 1, step)
 
-    def _schedule_drafts(self, step: _Step, speculator: Speculator) -> None:
+    def _schedule_drafts(self, step: PlannedStep, speculator: Speculator) -> None:
         """Drafts take what is left: no block of anybody else, and half of the budget where prompts want it."""
         decodes = list(step.items)
         is_shared = len(decodes) < len(self._queues.running) or bool(self._queues.waiting)
@@ -170,28 +138,28 @@ class StepPlanner:
             room = min(room, sequence.params.max_tokens - sequence.num_output_tokens - 1)
         return room
 
-    def _schedule_prefills(self, step: _Step) -> None:
+    def _schedule_prefills(self, step: PlannedStep) -> None:
         prefills = [seq for seq in self._queues.running if seq.num_remaining_tokens > 1]
         prefills += self._admit_waiting(step, prefills)
         prefills.sort(key=by_rank)
-        for sequence in prefills:
-            self._common.take_over(sequence)
         shares = share_out(step.budget, list(map(self._wants, prefills)))
         for sequence, share in zip(prefills, shares, strict=True):
-            if sequence.is_running:
-                self._plan(sequence, share, step)
+            if share and sequence.is_running:
+                self._common.take_over(sequence)
+                self._plan(sequence, min(share, _most_tokens(sequence)), step)
 
     def _wants(self, sequence: Sequence) -> Prompt:
-        urgency = (sequence.request.priority, sequence.num_remaining_tokens)
-        return Prompt(_most_tokens(sequence), sequence.request.tenant, urgency, self._common.next_block(sequence))
+        next_block, num_found = self._common.look_up(sequence)
+        urgency = (sequence.request.priority, sequence.num_remaining_tokens - num_found)
+        return Prompt(_most_tokens(sequence, num_found), sequence.request.tenant, urgency, next_block)
 
-    def _plan(self, sequence: Sequence, num_tokens: int, step: _Step) -> None:
+    def _plan(self, sequence: Sequence, num_tokens: int, step: PlannedStep) -> None:
         """Without blocks the sequence keeps what it has and sits this step out."""
-        if num_tokens and self._make_room(sequence, num_tokens, step):
+        if self._make_room(sequence, num_tokens, step):
             step.add(sequence, num_tokens)
             self._report_cached(sequence, step)
 
-    def _admit_waiting(self, step: _Step, prefills: list[Sequence]) -> list[Sequence]:
+    def _admit_waiting(self, step: PlannedStep, prefills: list[Sequence]) -> list[Sequence]:
         """Lets waiting sequences run, in order of rank, as slots and blocks allow.
 
         Once one is held up by blocks, only those that have blocks already may pass it: they end and give them back.
@@ -223,6 +191,9 @@ class StepPlanner:
                 continue
             self._queues.run(sequence)
             places.take(sequence)
+            if not (live := self._queues.requests[sequence.request_id]).is_admitted:
+                live.is_admitted = True
+                step.admitted.append(sequence.request_id)
             admitted.append(sequence)
             slots -= self.num_slots(sequence)
             promised += self._num_missing_blocks(sequence)
@@ -248,7 +219,7 @@ class StepPlanner:
             self._tables.give_up(sequence, num_releases, num_restored, promised)
         return fits
 
-    def _report_cached(self, sequence: Sequence, step: _Step) -> None:
+    def _report_cached(self, sequence: Sequence, step: PlannedStep) -> None:
         """Reports a request's cache hits when it begins, not again after preemption."""
         live = self._queues.requests[sequence.request_id]
         if not live.has_begun:
@@ -257,7 +228,7 @@ class StepPlanner:
             step.loaded += [(sequence.request_id, tier, num) for tier, num in sequence.loaded_tokens]
             self._cache.record_query(sequence.num_tokens, sequence.num_cached_tokens)
 
-    def _make_room(self, sequence: Sequence, num_new_tokens: int, step: _Step) -> bool:
+    def _make_room(self, sequence: Sequence, num_new_tokens: int, step: PlannedStep) -> bool:
         """Blocks for the next tokens, if need be those of sequences of worse rank that this step has not planned."""
         while not self._tables.grow(sequence, sequence.num_computed_tokens + num_new_tokens, step.copies):
             others = (seq for seq in (*self._queues.running, *self._queues.waiting) if seq not in step.items)
@@ -295,7 +266,7 @@ class StepPlanner:
         return self._tables.num_missing_on_the_way(sequence)
 
 
-def _most_tokens(sequence: Sequence) -> int:
-    """Tokens that a sequence may compute in one step."""
-    num_remaining = sequence.num_remaining_tokens
+def _most_tokens(sequence: Sequence, num_found: int = 0) -> int:
+    """Tokens that a sequence may compute in one step, `num_found` of the remaining ones being there."""
+    num_remaining = sequence.num_remaining_tokens - num_found
     return min(num_remaining, PROMPT_LOGPROB_CHUNK) if sequence.wants_prompt_logprobs else num_remaining

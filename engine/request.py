@@ -203,7 +203,7 @@ class RequestFailed:
 class EngineLoad:
     """How busy the engine is; units as in WorkerLoad. The adapters' names are sorted.
 
-    `num_tokens_to_compute` are those of requests that have begun: what the others need, their first look-up says.
+    `num_tokens_to_compute` are those of requests that were admitted: what the others need, their first look-up says.
     """
 
     num_running: int = 0
@@ -219,6 +219,7 @@ class EngineLoad:
 class StepOutput:
     """Everything one engine step produced.
 
+    `admitted` has the ids of the requests that were let run: they have slots, and `prefill_only` ones all their blocks.
     `cached` has (request id, prompt tokens found in the cache) for each request that begins with this step, and
     `loaded` (request id, tier, tokens) those of them that were brought up from a tier.
     `drafts` has (drafted, accepted) tokens for each sequence that had drafts. `seconds` is the step's duration and
@@ -230,6 +231,7 @@ class StepOutput:
     progress: list[PrefillProgress] = field(default_factory=list)
     held: list[HeldKv] = field(default_factory=list)
     failed: list[RequestFailed] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
     cached: list[tuple[str, int]] = field(default_factory=list)
     loaded: list[tuple[str, str, int]] = field(default_factory=list)
     drafts: list[tuple[int, int]] = field(default_factory=list)
@@ -245,7 +247,7 @@ class StepOutput:
 
     def request_ids(self) -> list[str]:
         """Everybody it says something about, sorted."""
-        request_ids = {request_id for request_id, _ in self.cached}
+        request_ids = {*self.admitted, *(request_id for request_id, _ in self.cached)}
         for named in (self.tokens, self.progress, self.held, self.failed, self.prompt_logprobs):
             request_ids.update(item.request_id for item in named)
         return sorted(request_ids)

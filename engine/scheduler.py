@@ -101,12 +101,12 @@ class Scheduler:
     def load(self) -> EngineLoad:
         """How busy this engine is now."""
         waiting, running = self._queues.waiting, self._queues.running
-        begun = [seq for seq in running if seq.num_remaining_tokens > 1] + waiting
-        begun = [seq for seq in begun if self._queues.requests[seq.request_id].has_begun]
+        admitted = [seq for seq in running if seq.num_remaining_tokens > 1]
+        admitted += [seq for seq in waiting if self._queues.requests[seq.request_id].is_admitted]
         return EngineLoad(
             num_running=len(running),
             num_waiting=len(waiting),
-            num_tokens_to_compute=sum(seq.num_remaining_tokens for seq in begun),
+            num_tokens_to_compute=sum(seq.num_remaining_tokens for seq in admitted),
             num_free_blocks=self._cache.num_free,
             num_blocks=self._cache.num_blocks,
             running_adapters=names_of_adapters(running) if self.config.max_loras else (),
@@ -149,7 +149,10 @@ class Scheduler:
             or not item.sequence.num_output_tokens
         )
         output = StepOutput(
-            cached=list(schedule.cached), loaded=list(schedule.loaded), num_prefill_tokens=num_prefill_tokens
+            admitted=list(schedule.admitted),
+            cached=list(schedule.cached),
+            loaded=list(schedule.loaded),
+            num_prefill_tokens=num_prefill_tokens,
         )
         for item, tokens in zip(schedule.items, sampled, strict=True):
             if not item.sequence.is_running:  # a sibling's failure has ended the request

@@ -154,6 +154,7 @@ class Schedule:
 
     items: tuple[ScheduledSequence, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    admitted: tuple[str, ...] = ()
     cached: tuple[tuple[str, int], ...] = ()
     loaded: tuple[tuple[str, str, int], ...] = ()
 

@@ -15,12 +15,14 @@ def by_rank(sequence: Sequence) -> tuple[int, int, int, int]:
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request that has not ended. `has_begun`: a step had one of its sequences, its cache hits were reported.
+    """A request that has not ended. `is_admitted`: one of its sequences was let run. `has_begun`: a step had
+    tokens of it, its cache hits were reported.
 
     `num_reserved_tokens` is what its tenant was charged for and is not computed yet.
     """
 
     sequences: list[Sequence]
+    is_admitted: bool = False
     has_begun: bool = False
     num_reserved_tokens: int = 0
 

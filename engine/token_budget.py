@@ -36,12 +36,21 @@ def share_out(budget: int, prompts: Sequence[Prompt]) -> list[int]:
     members: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         members.setdefault(prompt.tenant, []).append(i)
-    of_tenants = water_fill(budget, [sum(prompts[i].num_wanted for i in own) for own in members.values()])
+    of_tenants = water_fill(budget, [_demand([prompts[i] for i in own]) for own in members.values()])
     shares = [0] * len(prompts)
     for own, of_tenant in zip(members.values(), of_tenants, strict=True):
         for i, share in zip(own, _serve(of_tenant, [prompts[i] for i in own]), strict=True):
             shares[i] = share
     return shares
+
+
+def _demand(prompts: Sequence[Prompt]) -> int:
+    """The most that a tenant's prompts can use: of those with the same next block one computes."""
+    wanted: dict[bytes | int, int] = {}
+    for i, prompt in enumerate(prompts):
+        work = i if prompt.next_block is None else prompt.next_block
+        wanted[work] = max(wanted.get(work, 0), prompt.num_wanted)
+    return sum(wanted.values())
 
 
 def _serve(budget: int, prompts: Sequence[Prompt]) -> list[int]:

@@ -153,6 +153,8 @@ class PrefillWorker(KvWorker):
 
     def _on_step(self, step: StepOutput, collected: list[ComputedBlocks]) -> None:
         self.fetcher.observe_step(step)
+        for request_id in step.admitted:
+            self._queue.leave(request_id)
         for request_id, num_cached_tokens in step.cached:
             self._start(request_id, num_cached_tokens, step.num_loaded_tokens(request_id))
         for blocks in collected:
@@ -177,7 +179,6 @@ class PrefillWorker(KvWorker):
         self.lender.relieve()
 
     def _start(self, request_id: str, num_cached_tokens: int, num_loaded_tokens: int) -> None:
-        self._queue.leave(request_id)
         stream = self._streams.get(request_id)
         if stream is not None:
             self.fetcher.metrics.admitted(num_cached_tokens, stream.num_fetched_tokens + num_loaded_tokens)

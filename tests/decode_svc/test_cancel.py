@@ -79,6 +79,22 @@ async def test_what_is_given_up_or_refused_is_counted(model):
         await all_free(workers)
 
 
+async def test_who_has_a_slot_is_in_no_queue_though_its_turn_has_not_come(model):
+    async with cluster(model, decode_options={"max_num_batched_tokens": 8}) as workers:
+        worker, gate = workers.decode.worker, Gate(workers.decode_engine)
+        calls = [decode(workers, workers.request(random_prompt(41, seed), greedy(5))) for seed in range(2)]
+        await until(lambda: len(worker._queue) == 2)
+        for num_queued_tokens in (41 - 8 + 41, 41 - 16 + 41):  # the second may have come behind the first step's plan
+            gate.let()
+            await until(lambda num=num_queued_tokens: worker.load().num_queued_tokens == num)
+        load = worker.load()
+        assert (load.num_running, load.num_waiting, len(worker._queue)) == (2, 0, 0)
+        gate.open()
+        for call in calls:
+            await cancelled(call)
+        await all_free(workers)
+
+
 async def test_while_blocks_are_copied(model, monkeypatch):
     """Case A4: the blocks are not given back under a copy that still runs."""
     started, go_on = asyncio.Event(), asyncio.Event()

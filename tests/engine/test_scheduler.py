@@ -286,8 +286,10 @@ def test_the_load_counts_what_runs_waits_and_is_still_to_prefill_of_what_has_beg
     for name in "abc":
         harness.ask(name, 10, max_tokens=5, ignore_eos=True)
     assert harness.scheduler.load() == EngineLoad(0, 3, 0, 16, 16)
-    assert harness.step().load == EngineLoad(2, 1, 2, 14, 16), "the second one runs, but hasn't begun"
-    assert harness.step().load.num_tokens_to_compute == 4
+    output = harness.step()
+    assert (output.load, output.admitted, output.cached) == (EngineLoad(2, 1, 2 + 10, 14, 16), ["a", "b"], [("a", 0)])
+    output = harness.step()
+    assert (output.load.num_tokens_to_compute, output.admitted, output.cached) == (4, [], [("b", 0)])
     assert harness.step().load == EngineLoad(2, 1, 0, 10, 16)
     harness.run()
     assert harness.scheduler.load() == EngineLoad(0, 0, 0, 16, 16)

@@ -80,8 +80,9 @@ def test_urgency_comes_before_what_a_prompt_wants() -> None:
         ([9, 3, 4], "", "xyy", [9, 3, 0]),
         ([9, 3, 4], "", "x  ", [9, 3, 4]),
         ([9, 9], "AB", "xx", [9, 9]),
+        ([9, 9, 9, 90], "AAAB", "xxxy", [9, 0, 0, 31]),
     ],
-    ids=["one for all", "the shorter one", "nothing in common", "other tenants"],
+    ids=["one for all", "the shorter one", "nothing in common", "other tenants", "what nobody can use is another's"],
 )
 def test_only_one_of_a_tenant_computes_a_block(wanted: list[int], tenants: str, blocks: str, shares: list[int]) -> None:
     assert share_out(40, _prompts(wanted, tenants, blocks)) == shares
@@ -92,8 +93,8 @@ def test_only_one_of_a_tenant_computes_a_block(wanted: list[int], tenants: str, 
     st.lists(st.tuples(st.integers(1, 30), st.sampled_from("AB"), st.sampled_from("xyz  ")), max_size=9),
 )
 def test_what_a_tenant_and_its_first_prompt_get_at_least(budget: int, work: list[tuple[int, str, str]]) -> None:
-    wanted, tenants, blocks = ([each[i] for each in work] for i in range(3))  # type: ignore[misc]
-    prompts = _prompts(wanted, "".join(tenants), "".join(blocks))  # type: ignore[arg-type]
+    tenants, blocks = "".join(tenant for _, tenant, _ in work), "".join(block for _, _, block in work)
+    prompts = _prompts([wanted for wanted, _, _ in work], tenants, blocks)
     shares = share_out(budget, prompts)
     assert sum(shares) <= min(budget, sum(p.num_wanted for p in prompts))
     assert all(0 <= share <= prompt.num_wanted for share, prompt in zip(shares, prompts, strict=True))
@@ -101,9 +102,9 @@ def test_what_a_tenant_and_its_first_prompt_get_at_least(budget: int, work: list
         own = [(share, prompt) for share, prompt in zip(shares, prompts, strict=True) if prompt.tenant == tenant]
         if not own:
             continue
-        least = min(sum(prompt.num_wanted for _, prompt in own), budget // 2)
+        least = min(own[0][1].num_wanted, budget // 2)
         assert own[0][0] >= min(own[0][1].num_wanted, (least + 1) // 2)
         at_work = [prompt.next_block for share, prompt in own if share and prompt.next_block is not None]
         assert len(at_work) == len(set(at_work))
         if all(prompt.next_block is None for _, prompt in own):
-            assert sum(share for share, _ in own) >= least
+            assert sum(share for share, _ in own) >= min(sum(prompt.num_wanted for _, prompt in own), budget // 2)

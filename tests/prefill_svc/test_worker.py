@@ -223,6 +223,25 @@ async def test_the_load_is_what_is_to_be_computed(model):
         assert worker.load().num_queued_tokens == 0
 
 
+async def test_what_has_its_blocks_waits_no_more_though_its_turn_has_not_come(model):
+    """Counted as waiting too, its blocks would lack twice, and held tickets go for them."""
+    async with cluster(model, prefill_options={"max_num_batched_tokens": 8}) as workers:
+        worker, gate = workers.prefill.worker, Gate(workers.prefill_engine)
+        asked = [workers.request(random_prompt(41, seed), greedy(4)) for seed in range(2)]
+        calls = [aiter(prefill(workers, each, hand_off=False)) for each in asked]
+        for call in calls:
+            assert (await anext(call)).HasField("accepted")
+        for num_queued_tokens in (41 - 8 + 41, 41 - 16 + 41):  # the second may have come behind the first step's plan
+            gate.let()
+            await until(lambda num=num_queued_tokens: worker.load().num_queued_tokens == num)
+        load = worker.load()
+        assert (load.num_running, load.num_waiting, len(worker._queue)) == (2, 0, 0)
+        assert worker._num_lacking_blocks() == 2 - workers.prefill_engine.kv_cache.num_free
+        gate.open()
+        for call in calls:
+            assert [event async for event in call][-1].HasField("first_tokens")
+
+
 async def test_request_ids_are_unique(model):
     async with cluster(model) as workers:
         gate = Gate(workers.prefill_engine)
