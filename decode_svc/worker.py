@@ -257,7 +257,7 @@ class DecodeWorker(KvWorker):
         self.metrics.prompt_tokens.inc(num_tokens)
         self.metrics.prefix_cache_queries.inc(num_tokens)
         self.metrics.prefix_cache_hits.inc(num_cached_tokens)
-        self.fetcher.metrics.admitted(num_cached_tokens, state.num_fetched_tokens)
+        self.fetcher.metrics.begun(num_cached_tokens, state.num_fetched_tokens)
 
     def _end(self, state: _Request) -> None:
         self._forget(state)

@@ -57,7 +57,7 @@ class EngineLives:
         """Hands a step's output to its requests."""
         for request_id, num_cached_tokens in step.cached:
             if (life := self._lives.get(request_id)) is not None:
-                life.admitted(num_cached_tokens)
+                life.begun(num_cached_tokens)
         for token in step.tokens:
             if (life := self._lives.get(token.request_id)) is not None:
                 life.token(token)
@@ -145,7 +145,7 @@ class EngineLife:
         """One line about this request."""
         logger.log(level, "request %s: %s", self._call.request_id, message, extra=more)
 
-    def admitted(self, num_cached_tokens: int) -> None:
+    def begun(self, num_cached_tokens: int) -> None:
         """The scheduler took it up; after a preemption once more, which doesn't count."""
         if self.accepted_at is None:
             self.accepted_at = self._clock()

@@ -47,7 +47,7 @@ class FetchMetrics:
         """Counts tokens that came from a tier below the device; the store is nobody's own."""
         self.hit(tier if tier == "store" else f"local_{tier}", num_tokens)
 
-    def admitted(self, num_cached_tokens: int, num_fetched_tokens: int) -> None:
+    def begun(self, num_cached_tokens: int, num_fetched_tokens: int) -> None:
         """Counts what of a request's cached tokens was on the device before; the others are counted as they come."""
         self.hit("local_device", max(0, num_cached_tokens - num_fetched_tokens))
 

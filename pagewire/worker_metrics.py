@@ -32,7 +32,7 @@ class WorkerMetrics:
             ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
             registry=registry,
         )
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that have begun.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens sampled.")
         self.prefix_cache_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.")
         self.prefix_cache_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.")

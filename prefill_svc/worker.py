@@ -181,7 +181,7 @@ class PrefillWorker(KvWorker):
     def _start(self, request_id: str, num_cached_tokens: int, num_loaded_tokens: int) -> None:
         stream = self._streams.get(request_id)
         if stream is not None:
-            self.fetcher.metrics.admitted(num_cached_tokens, stream.num_fetched_tokens + num_loaded_tokens)
+            self.fetcher.metrics.begun(num_cached_tokens, stream.num_fetched_tokens + num_loaded_tokens)
             self.fetcher.count_passed_over(stream.num_passed_over_tokens, num_cached_tokens)
             if stream.ticket:
                 self.leases.start(stream.ticket, num_cached_tokens)

@@ -113,7 +113,7 @@ class LeaseTable:
         return ticket
 
     def start(self, name: bytes, num_cached_tokens: int) -> None:
-        """The engine admitted the request. A ticket that is gone is left alone."""
+        """A step has tokens of the request. A ticket that is gone is left alone."""
         if (ticket := self._tickets.get(name)) is not None:
             ticket.num_cached_tokens = num_cached_tokens
 
