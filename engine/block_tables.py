@@ -39,17 +39,22 @@ class BlockTables:
             )
 
     def match(self, sequence: Sequence) -> None:
-        """Starts the table of a sequence without blocks with what is cached of it, but for its last token.
-
-        The last token is computed in any case, since the next one is sampled from its forward.
-        """
+        """Starts the table of a sequence without blocks with what is cached of it."""
         self.extend_keys(sequence)
         most = self.most_cached(sequence)
         self._put(sequence, self._cache.match_groups(sequence.keys[:most], sequence.token_ids))
-        sequence.num_committed_blocks = len(sequence.block_table)
-        sequence.num_computed_tokens = len(sequence.block_table) * self._block_size
+        self.go_on_behind(sequence, len(sequence.block_table))
         sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.loaded_tokens = ()
+
+    def go_on_behind(self, sequence: Sequence, num_blocks: int) -> None:
+        """Its first blocks, so many, are cached ones: it goes on with the token behind them, its last one at most.
+
+        That one is computed in any case, since the next one is sampled from its forward. If its block is a cached one,
+        that is copied first, as any that others read.
+        """
+        sequence.num_computed_tokens = min(num_blocks * self._block_size, sequence.num_tokens - 1)
+        sequence.num_committed_blocks = sequence.num_computed_tokens // self._block_size
 
     def renew(self, sequence: Sequence) -> None:
         """It has come and has to wait: those before it evict other blocks than what the cache has of it."""
@@ -101,8 +106,8 @@ class BlockTables:
         if sequence.load is not None:
             missing = max(0, missing - len(sequence.load.block_ids))
         if self._is_plain:
-            return missing + self._is_shared_partial(sequence, sequence.block_table)
-        return missing + sum(self._is_shared_partial(sequence, table) for table in sequence.tables)
+            return missing + self._is_read_by_others(sequence, sequence.block_table)
+        return missing + sum(self._is_read_by_others(sequence, table) for table in sequence.tables)
 
     def num_missing_on_the_way(self, sequence: Sequence) -> int:
         """The most blocks that it has still to take before all its tokens are computed, chunk by chunk.
@@ -112,7 +117,7 @@ class BlockTables:
         if self._is_plain:
             return self.num_missing(sequence, sequence.num_tokens)
         lengths = [len(table) for table, _ in zip_longest(sequence.tables, self._groups.groups, fillvalue=())]
-        total = sum(self._is_shared_partial(sequence, table) for table in sequence.tables)
+        total = sum(self._is_read_by_others(sequence, table) for table in sequence.tables)
         for group, lacking in enumerate(self._lacking(sequence, sequence.num_tokens)):
             most = self._groups.most_held(group)
             if most is not None:
@@ -124,8 +129,9 @@ class BlockTables:
     def grow(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> bool:
         """Room for the tokens up to `num_tokens`; False when blocks run out, then it has none more than before.
 
-        The block of the next token is copied first if others read it too; `copies` gets (source, destination), and
-        the source stays referenced: in the same plan its last owner may be preempted, and a transfer take the block.
+        The block of the next token is copied first if others read it, or may find it; `copies` gets (source,
+        destination), and the source stays referenced: in the same plan its last owner may be preempted, and a transfer
+        take the block.
         """
         self._slide(sequence)
         missing = self.num_missing(sequence, num_tokens)
@@ -138,7 +144,7 @@ class BlockTables:
         if not self._is_plain:
             self._put_empty(sequence)
         for table, lacking in zip(sequence.tables, self._lacking(sequence, num_tokens), strict=True):
-            if self._is_shared_partial(sequence, table):
+            if self._is_read_by_others(sequence, table):
                 shared, own = table[at], next(fresh)
                 copies.append((shared, own))
                 self._copy_sources.append(shared)  # with the sequence's reference
@@ -146,10 +152,10 @@ class BlockTables:
             table += [next(fresh) for _ in range(lacking)]
         return True
 
-    def reserve(self, sequence: Sequence) -> bool:
-        """Room for all tokens, but in groups that slide, which take theirs chunk by chunk. False: as `grow`."""
+    def reserve(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
+        """As `grow` for all tokens, but groups that slide take their blocks chunk by chunk."""
         if self._is_plain:
-            return self.grow(sequence, sequence.num_tokens, [])
+            return self.grow(sequence, sequence.num_tokens, copies)
         self._put_empty(sequence)
         lacking = self._lacking(sequence, sequence.num_tokens)
         full = [i for i, group in enumerate(self._groups.groups) if group.window is None and lacking[i] > 0]
@@ -231,7 +237,7 @@ class BlockTables:
 
     def most_cached(self, sequence: Sequence) -> int:
         """Blocks that may come from the cache or a tier."""
-        return 0 if sequence.wants_prompt_logprobs else (sequence.num_tokens - 1) // self._block_size
+        return 0 if sequence.wants_prompt_logprobs else self._groups.longest_hit(sequence.num_tokens)
 
     def _put(self, sequence: Sequence, held: Iterable[HeldBlocks]) -> None:
         """Starts its tables with these blocks, group by group."""
@@ -287,13 +293,13 @@ class BlockTables:
 
     def is_writing_to_shared(self, sequence: Sequence) -> bool:
         """Whether the block of its next token has another holder, be it a copy that a running step has yet to make."""
-        return any(self._is_shared_partial(sequence, table) for table in sequence.tables)
+        return any(self._is_read_by_others(sequence, table) for table in sequence.tables)
 
-    def _is_shared_partial(self, sequence: Sequence, table: Seq[int]) -> bool:
+    def _is_read_by_others(self, sequence: Sequence, table: Seq[int]) -> bool:
         at = sequence.num_computed_tokens // self._block_size
         if at >= len(table):
             return False
-        return self._cache.ref_count(table[at]) - self._copy_sources.count(table[at]) > 1
+        return self._cache.is_read_by_others(table[at], 1 + self._copy_sources.count(table[at]))
 
 
 def _interleaved(tables: Seq[Seq[int]]) -> Iterable[int]:

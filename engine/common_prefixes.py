@@ -31,11 +31,13 @@ class CommonPrefixes:
         if not self._cache.enable_caching or at >= most:
             return None, 0
         self._tables.extend_keys(sequence)
-        if not self._cache.is_cached(sequence.keys[at]):
-            return sequence.keys[at], 0
-        depth = self._cache.num_cached_keys(sequence.keys[:most])
-        num_found = max(0, depth * self._cache.block_size - sequence.num_computed_tokens)
-        return (sequence.keys[depth] if depth < most else None), num_found
+        size, last = self._cache.block_size, sequence.num_tokens - 1
+        depth = at
+        if self._cache.is_cached(sequence.keys[at]):
+            depth = self._cache.num_cached_keys(sequence.keys[:most])
+        num_found = max(0, min(depth * size, last) - sequence.num_computed_tokens)
+        # For the block of its last token it does not wait: its own is the step's last work in any case.
+        return (sequence.keys[depth] if depth < last // size else None), num_found
 
     def take_over(self, sequence: Sequence) -> None:
         """Gives it the blocks that others have computed since it was looked up, in the place of its own empty ones."""
@@ -78,7 +80,6 @@ class CommonPrefixes:
 
     def _book(self, sequence: Sequence, num_blocks: int) -> None:
         if num_blocks > sequence.num_committed_blocks:  # else a part of the next one, which it has computed, is its own
-            num_new = num_blocks * self._cache.block_size - sequence.num_computed_tokens
-            sequence.num_committed_blocks = num_blocks
-            sequence.num_computed_tokens += num_new
-            sequence.num_cached_tokens += num_new
+            num_computed = sequence.num_computed_tokens
+            self._tables.go_on_behind(sequence, num_blocks)
+            sequence.num_cached_tokens += sequence.num_computed_tokens - num_computed

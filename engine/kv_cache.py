@@ -125,7 +125,7 @@ class KvCache:
         )
 
     def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[int]:
-        """Blocks of the longest cached prefix, references taken. Callers that must compute a token pass fewer keys."""
+        """Blocks of the longest cached prefix, references taken."""
         return self.match_run(0, keys, token_ids, 0)
 
     def match_run(
@@ -310,6 +310,11 @@ class KvCache:
     def ref_count(self, block_id: int) -> int:
         with self._lock:
             return self._pool.ref_count(block_id)
+
+    def is_read_by_others(self, block_id: int, num_own: int) -> bool:
+        """Whether others than the owner of `num_own` references have it, or may find it: then nobody writes to it."""
+        with self._lock:
+            return self._pool.ref_count(block_id) > num_own or self._pool.is_committed(block_id)
 
     def generation(self, block_id: int) -> int:
         with self._lock:

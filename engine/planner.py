@@ -160,15 +160,15 @@ class StepPlanner:
             self._report_cached(sequence, step)
 
     def _admit_waiting(self, step: PlannedStep, prefills: list[Sequence]) -> list[Sequence]:
-        """Lets waiting sequences run, in order of rank, as slots and blocks allow.
+        """Lets waiting sequences run, in order of rank, as slots and blocks allow; returns those to share tokens with.
+
+        Who has only its last token to compute, since all others are cached, does so at once, like one that decodes.
 
         Once one is held up by blocks, only those that have blocks already may pass it: they end and give them back.
         Once one is held up by its adapter, no other adapter's may pass it: the running ones end and leave it a place.
         Who waits for a tier counts as running and holds nobody up.
         """
         admitted: list[Sequence] = []
-        if step.budget < 1:
-            return admitted
         loading = list(self._loads.waiting())
         slots = self._config.max_num_seqs - sum(map(self.num_slots, [*self._queues.running, *loading]))
         promised = sum(map(self._num_missing_blocks, [*prefills, *loading]))
@@ -177,13 +177,13 @@ class StepPlanner:
         blocked = False
         places = AdapterPlaces(self._config.max_loras, self._queues.running)
         for sequence in list(self._queues.waiting):
-            if slots < self.num_slots(sequence):
+            if step.budget < 1 or slots < self.num_slots(sequence):
                 break
             if sequence.load is not None or (blocked and not sequence.block_table):
                 continue
             if not places.admits(sequence):
                 continue
-            if not self._admit(sequence, promised):
+            if not self._admit(sequence, promised, step):
                 blocked = blocked or not self._loads.holds_up(sequence)
                 if sequence.load is not None:
                     slots -= self.num_slots(sequence)
@@ -194,12 +194,15 @@ class StepPlanner:
             if not (live := self._queues.requests[sequence.request_id]).is_admitted:
                 live.is_admitted = True
                 step.admitted.append(sequence.request_id)
-            admitted.append(sequence)
             slots -= self.num_slots(sequence)
+            if sequence.num_remaining_tokens == 1:
+                self._plan(sequence, 1, step)
+            else:
+                admitted.append(sequence)
             promised += self._num_missing_blocks(sequence)
         return admitted
 
-    def _admit(self, sequence: Sequence, promised: int) -> bool:
+    def _admit(self, sequence: Sequence, promised: int, step: PlannedStep) -> bool:
         """Gives a waiting sequence what the cache has of it.
 
         False if blocks do not suffice for all its tokens, or a tier brings some of them first.
@@ -214,7 +217,7 @@ class StepPlanner:
         if fits and not holds_blocks and self._loads.start(sequence, self._cache.num_free - promised):
             return False
         if fits and sequence.prefill_only:
-            fits = self._tables.reserve(sequence)
+            fits = self._tables.reserve(sequence, step.copies)
         if not fits and not holds_blocks:
             self._tables.give_up(sequence, num_releases, num_restored, promised)
         return fits

@@ -78,7 +78,9 @@ class TierLoads:
         if load.chain.is_plain:
             sequence.block_table += load.block_ids[: load.num_loaded]
             self._cache.release(load.block_ids[load.num_loaded :])
-            self._tables.commit(sequence, len(sequence.block_table) * self._cache.block_size)
+            num_blocks = len(sequence.block_table)
+            self._tables.commit(sequence, num_blocks * self._cache.block_size)
+            self._tables.go_on_behind(sequence, num_blocks)
             sequence.num_cached_tokens = sequence.num_computed_tokens
         else:
             adapter = "" if sequence.request.adapter is None else sequence.request.adapter.name

@@ -78,6 +78,10 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
+    def is_committed(self, block_id: int) -> bool:
+        """Whether it can be found by key."""
+        return self._keys[block_id] is not None
+
     def generation(self, block_id: int) -> int:
         return int(self.generations[block_id])
 

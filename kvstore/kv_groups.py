@@ -109,13 +109,14 @@ class KvGroups:
 
     def restart(self, num_tokens: int) -> int:
         """Where whoever takes over `num_tokens` computed tokens goes on at the earliest: it may have to compute the
-        last one again, and with it the tokens before it in its block, since a cached block is not written to."""
-        return max(0, num_tokens - 1) // self.block_size * self.block_size
+        last one again."""
+        return max(0, num_tokens - 1)
 
     def most_held(self, group: int) -> int | None:
         """The most blocks that a group holds of a sequence: its window's and a chunk's, at any alignment.
 
-        None if it keeps everything. A chunk counts as a block at least: see `restart`.
+        None if it keeps everything. A chunk counts as a block at least: that of a last token which is computed again is
+        held twice, as it was found and as the copy that is written to.
         """
         window, chunk = self.groups[group].window, max(self.max_chunk, self.block_size)
         return None if window is None else (window - 1 + chunk + self.block_size - 2) // self.block_size + 1
@@ -131,6 +132,15 @@ class KvGroups:
     def num_hit_blocks(self, depth: int) -> int:
         """Blocks of the pool that a hit of `depth` blocks of a prompt takes references on."""
         return sum(depth - first for first in self.first_blocks(depth * self.block_size))
+
+    def longest_hit(self, num_tokens: int) -> int:
+        """The most blocks of a sequence that may be found, of which the last token at least is computed again.
+
+        All full ones, but for the last if a group gives up with it what the last token sees and the one behind doesn't.
+        """
+        last = num_tokens - 1
+        is_whole = self.is_plain or self.first_blocks(last) == self.first_blocks(num_tokens)
+        return (num_tokens if is_whole else last) // self.block_size
 
     def deepest_whole(self, depth: int, first_missing: Callable[[int, int, int], int | None]) -> int:
         """The deepest hit, up to `depth`, whose end every sliding group has.

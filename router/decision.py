@@ -31,9 +31,8 @@ def placement(planned: Plan, case: Case, sources: tuple[PrefixSource, ...]) -> P
     num_tokens = case.size.num_prompt_tokens
 
     def hit_tokens(num_blocks: int, candidate: Candidate) -> int:
-        """A hit is whole blocks and leaves one token."""
-        block_size = candidate.description.fingerprint.block_size
-        return min(num_blocks, (num_tokens - 1) // block_size) * block_size
+        """The last token is computed in any case."""
+        return min(num_blocks * candidate.description.fingerprint.block_size, num_tokens - 1)
 
     return Placement(
         None if planned.prefill is None else _worker(planned.prefill),

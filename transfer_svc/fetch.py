@@ -83,7 +83,7 @@ class PrefixFetcher:
         """Of a request of so many tokens for which `fetch` is not asked: leading ones that others are said to hold."""
         size = self._cache.block_size
         longest = max((source.num_blocks for source in sources), default=0)
-        return min(longest, max(0, num_tokens - 1) // size) * size
+        return min(longest * size, num_tokens // size * size, max(0, num_tokens - 1))
 
     def count_passed_over(self, num_passed_over: int, num_cached_tokens: int) -> None:
         """What of them the engine did not find here either, once it has looked."""
@@ -109,9 +109,8 @@ class PrefixFetcher:
     ) -> int:
         """Returns how many tokens it has brought into the cache, own tiers' included.
 
-        Nothing but a cancellation is raised. The last token is computed in any case, so it is not fetched. Afterwards
-        no reference is held. `always`: somebody asks for it, whatever computing would cost, and may want the peer to
-        forget it then: afterwards no ticket is held either.
+        Nothing but a cancellation is raised. Afterwards no reference is held. `always`: somebody asks for it, whatever
+        computing would cost, and may want the peer to forget it then: afterwards no ticket is held either.
         """
         if not (self._keeps_what_comes if always else self.wants(sources)):
             return 0
@@ -135,7 +134,7 @@ class PrefixFetcher:
         always: bool,
     ) -> int:
         size = self._cache.block_size
-        tokens = token_ids[: (len(token_ids) - 1) // size * size]
+        tokens = token_ids[: self._cache.groups.longest_hit(len(token_ids)) * size]
         prefix = VerifiedPrefix(tokens, self._host, self._reservations, self._worker_metrics)
         try:
             await prefix.match(cache_salt, adapter, as_hit=True, always=always)

@@ -220,11 +220,7 @@ class VerifiedPrefix:
         At least one of them is left to compute, or there would be nothing to sample from.
         """
         self.drop_part()
-        num_tokens, size = self.num_tokens, self._cache.block_size
-        if num_tokens >= num_known_tokens:
-            num_tokens = num_known_tokens - 1
-            if num_tokens // size < len(self._keys):
-                num_tokens -= num_tokens % size  # a committed block is immutable
+        num_tokens = min(self.num_tokens, num_known_tokens - 1)
         num_blocks = self._cache.num_blocks_for(num_tokens)
         if not num_blocks or not self._can_go_on(num_tokens):
             self.release()  # what has come is cached; the engine makes of it what it can

@@ -132,7 +132,7 @@ class WorkerPrefixes:
     async def bring(self, prefix: Prefix, sources: Sequence[PrefixSource]) -> Moved:
         keys = await self._keys(prefix)
         before = self._depth(keys)
-        # The fetcher leaves a prompt's last token to be computed; here every full block is wanted.
+        # The fetcher may leave a prompt's last block to be computed; here every full one is wanted.
         tokens = (*prefix.token_ids, 0)
         name = f"move-{next(self._numbers)}"
         await self._fetcher.fetch(name, tokens, prefix.cache_salt, sources, _adapter(prefix), always=True)

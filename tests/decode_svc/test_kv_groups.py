@@ -40,8 +40,8 @@ async def test_only_what_is_in_the_window_travels(tiny_model):
         async with cluster(model, prefill_options=options, decode_options=options) as workers:
             assert await workers.run_all([(prompt, greedy(4))]) == expected
             num_bytes[is_off] = workers.value(workers.decode, "pagewire:transfer_bytes_total")
-    # 15 blocks; in three layers of four those of the last 56 - 18 = 38 tokens' window: from block 9 on
-    assert num_bytes[False] / num_bytes[True] == (15 + 3 * 6) / (4 * 15)
+    # 15 blocks; in three layers of four those of the last token's window: from 59 - 17 = 42, block 10, on
+    assert num_bytes[False] / num_bytes[True] == (15 + 3 * 5) / (4 * 15)
 
 
 async def test_choices_migration_and_known_tokens(model):

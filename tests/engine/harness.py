@@ -12,6 +12,7 @@ from engine.draft.drafter import Drafter
 from engine.kv_cache import KvCache
 from engine.request import ChoiceState, EngineRequest, FinishReason, HeldKv, PrefillProgress, StepOutput
 from engine.scheduler import Scheduler
+from engine.sequence import Schedule
 from engine.speculation import Speculator
 from engine.step_pace import StepPace
 from engine.tiers.disk_slots import DiskSlots
@@ -175,6 +176,7 @@ class Harness:
         assert len(schedule.items) <= self.max_num_seqs
         # Free, it could be handed to a transfer, which writes from another thread, before the copy is made.
         assert all(self.cache.ref_count(source) for source, _ in schedule.copies), "a block to be copied was let go"
+        self._check_writes(schedule)
         if self.is_async and plain_decodes(schedule):
             self.pipeline.start(schedule)
             return self.pipeline.step()
@@ -188,6 +190,13 @@ class Harness:
         output = self.scheduler.update(schedule, sampled)
         assert not (only_decodes and output.num_prefill_tokens), "drafts are no prefill"
         return output
+
+    def _check_writes(self, schedule: Schedule) -> None:
+        """Nobody writes to a block that others may find."""
+        for item in schedule.items:
+            first, end = item.start // self.block_size, -(-(item.start + item.num_new_tokens) // self.block_size)
+            for table in item.sequence.tables:
+                assert not any(map(self.cache._pool.is_committed, table[first:end])), "a committed block is written to"
 
     def _take(self, output: StepOutput) -> StepOutput:
         self.scheduler.check_integrity()

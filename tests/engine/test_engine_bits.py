@@ -70,7 +70,7 @@ def test_evicted_prompts_give_the_same_bits_again(build: Callable[..., Engine], 
             evicted, num_cached = run(engine, f"evicted-{number}", prompt, params)
             assert num_cached == 0, "its blocks were to be evicted"
             cached, num_cached = run(engine, f"cached-{number}", prompt, params)
-            assert num_cached == (len(prompt) - 1) // 4 * 4
+            assert num_cached == min(len(prompt) // 4 * 4, len(prompt) - 1)
             assert first == evicted == cached
 
 

@@ -120,7 +120,46 @@ def test_a_hit_leaves_a_token_to_compute(num_tokens: int) -> None:
     for request_id in ("cold", "warm"):
         harness.ask(request_id, prompt, max_tokens=9)
         harness.run()
-    assert (harness.cached["cold"], harness.cached["warm"]) == (0, (num_tokens - 1) // 4 * 4)
+    assert (harness.cached["cold"], harness.cached["warm"]) == (0, min(num_tokens // 4 * 4, num_tokens - 1))
+    harness.check_outputs()
+    harness.check_idle()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (None, 9), (8,)])
+@pytest.mark.parametrize("kind", [{}, {"prefill_only": True}, {"n": 3}])
+def test_of_whole_blocks_the_last_token_alone_is_computed(
+    windows: tuple[int | None, ...], kind: dict[str, object]
+) -> None:
+    """Its block is copied: the cached one is not written to, and what was computed gives way to it again."""
+    harness = Harness(num_blocks=80, windows=windows, max_num_seqs=12)
+    prompt = prompt_of(12)
+    harness.ask("cold", prompt, max_tokens=1)
+    harness.run()
+    for i in range(3):
+        harness.ask(f"warm{i}", prompt, max_tokens=4, **kind)
+    harness.step()
+    # A window of 9 = 2 x 4 + 1 begins a block earlier for the last token than for the one behind it.
+    num_computed = 4 if 9 in windows else 1
+    assert harness.runner.steps[-1] == [(f"warm{i}", 0, num_computed) for i in range(3)]
+    assert harness.runner.num_copies == (3 * len(harness.cache.groups) if num_computed == 1 else 0)
+    assert all(harness.cached[f"warm{i}"] == 12 - num_computed for i in range(3))
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_equal_prompts_of_whole_blocks_come_together() -> None:
+    """One computes them, the others a token each. Nobody waits for the block of his last token."""
+    harness = Harness(num_blocks=80, max_num_batched_tokens=12)
+    for i in range(3):
+        harness.ask(f"r{i}", prompt_of(16), max_tokens=1)
+    harness.run()
+    assert harness.runner.steps == [[("r0", 0, 12)], [("r0", 0, 4), ("r1", 0, 4), ("r2", 0, 4)]]
+    harness.ask("short", prompt_of(4, salt=1), max_tokens=1)
+    harness.ask("long", [*prompt_of(4, salt=1), *prompt_of(20)], max_tokens=1)
+    harness.step()
+    harness.ask("late", [*prompt_of(4, salt=1), *prompt_of(8)], max_tokens=1)
+    harness.run()
     harness.check_outputs()
     harness.check_idle()
 

@@ -74,9 +74,27 @@ def test_a_hit_is_reported_and_leaves_the_last_token() -> None:
     for request_id in ("cold", "warm"):
         harness.ask(request_id, prompt, prefill_only=True)
         harness.run()
-    assert (harness.held["cold"].num_cached_tokens, harness.held["warm"].num_cached_tokens) == (0, 4)
+    assert (harness.held["cold"].num_cached_tokens, harness.held["warm"].num_cached_tokens) == (0, 7)
     assert harness.held["cold"].block_ids == harness.held["warm"].block_ids
     assert harness.cache.num_referenced == 2
+    harness.check_idle()
+
+
+@pytest.mark.parametrize("num_blocks", range(4, 9))
+def test_whole_hits_in_a_small_pool(num_blocks: int) -> None:
+    """Each takes a block more than the hit for as long as a step; all go on, be there room for one at a time."""
+    harness = Harness(num_blocks=num_blocks, max_model_len=13)
+    prompt = prompt_of(12)
+    harness.ask("cold", prompt, prefill_only=True)
+    harness.run_with_release()
+    for i in range(4):
+        harness.ask(f"warm{i}", prompt, prefill_only=True)
+    harness.ask("other", 12, max_tokens=1)
+    for i in range(4, 6):
+        harness.ask(f"warm{i}", prompt, prefill_only=True)
+    harness.run_with_release()
+    assert harness.cached["warm0"] == 11
+    harness.check_outputs()
     harness.check_idle()
 
 

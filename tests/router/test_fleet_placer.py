@@ -299,7 +299,7 @@ async def test_a_placement_says_what_it_counted_on(world: World) -> None:
     second = world.placer.place(Demand(PROMPT[:40], "", 16, 1))  # a hit leaves one token
     assert second.prefill is not None
     assert second.prefill.worker_id == "p1"
-    assert (second.num_hit_tokens, second.num_assumed_tokens, second.num_best_tokens) == (0, 36, 12)
+    assert (second.num_hit_tokens, second.num_assumed_tokens, second.num_best_tokens) == (0, 39, 12)
     assert (first.num_expected_tokens, second.num_expected_tokens) == (40, 39)
 
 

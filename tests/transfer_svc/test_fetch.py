@@ -109,7 +109,7 @@ async def test_lengths_around_block_borders_f9(model):
             await workers.prefill("p0", workers.request(prompt, params))
             before = workers["p1"].value("computed_prompt_tokens_total")
             assert await workers.run("p1", "d0", prompt, params, [workers["p0"].source()]) == tokens
-            held = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+            held = min(len(prompt) // BLOCK_SIZE * BLOCK_SIZE, len(prompt) - 1)
             assert workers["p1"].value("computed_prompt_tokens_total") - before == len(prompt) - held
 
 

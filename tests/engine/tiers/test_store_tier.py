@@ -132,7 +132,7 @@ def test_a_full_hit_leaves_a_token_to_compute(server: Server, num_tokens: int) -
         harness.ask_and_run("first", prompt)
         harness.cache.reset()
         harness.ask_and_run("again", prompt)
-        assert harness.cached["again"] == (num_tokens - 1) // 4 * 4
+        assert harness.cached["again"] == min(num_tokens // 4 * 4, num_tokens - 1)
 
 
 def test_another_model_and_another_tenant_find_nothing(server: Server) -> None:
