@@ -135,7 +135,8 @@ def test_a_row_is_the_same_in_any_company(quantized: NativeKernels) -> None:
             for count in (2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32, 33):
                 assert_same_bits(quantized.linear(x[:count], weight), alone[:count])
                 assert_same_bits(quantized.linear(x[34 - count : 34], weight), alone[34 - count :])
-            assert_same_bits(quantized.linear(x, weight)[:34], alone)
+            for count in (64, 65, 300):
+                assert_same_bits(quantized.linear(x[:count], weight)[:34], alone)
 
 
 def test_threads_and_layout_of_the_input_change_nothing(quantized: NativeKernels) -> None:

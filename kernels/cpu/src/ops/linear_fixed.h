@@ -2,16 +2,21 @@
 //
 //   part += (the integer sum of x and the numbers) * scale + (the integer sum of x) * offset;   out += part * x's 2^e
 //
-// each term one fused multiply-add. Up to FIXED_ROWS rows take the pairs from the packed words; more from the thread's scratch,
+// each term one fused multiply-add. Up to PACKED_ROWS rows take the pairs from the packed words; more from the thread's scratch,
 // where a block of a panel is spread out once. The sums are the same integers. A block's scales and offsets are made once for
 // all rows. Where there are none (ONE), a sum is a part, and on AVX-512 two blocks are spread out at a time.
 #pragma once
 
 #if defined(__AVX512F__)
-constexpr int64_t FIXED_ROWS = 12;  // 12 sums and 12 parts in 32 registers
+constexpr int64_t FIXED_AT_ONCE = 12;  // 12 sums and 12 parts in 32 registers
+#if ON_ZEN_4
+constexpr int64_t PACKED_ROWS = 64;  // unpacking is cheap beside 12 products, reading what is spread out isn't
 #else
-constexpr int64_t FIXED_ROWS = 4;     // from the packed words
+constexpr int64_t PACKED_ROWS = FIXED_AT_ONCE;
+#endif
+#else
 constexpr int64_t FIXED_AT_ONCE = 4;  // 8 sums, two numbers, four x in 16 registers; parts wait in L1
+constexpr int64_t PACKED_ROWS = FIXED_AT_ONCE;
 constexpr int IN_PLACE_ROWS = 2;
 #endif
 
@@ -145,7 +150,7 @@ struct PairSums {
 
 // What Zen 4 reads ahead by itself ends with a page. With prefetches 8 and 12 rows are 1.2 times as fast, 32 of a spread block
 // 1.15 times; one row, which waits for memory anyway, is slower.
-#if defined(__AVX512BF16__) && !defined(PAGEWIRE_AMX)
+#if ON_ZEN_4
 constexpr int LEAST_PREFETCHED = 4;
 INLINE void prefetch_packed(const char* p) { _mm_prefetch(p + (2 << 10), _MM_HINT_T0); }
 INLINE void prefetch_spread(const char* p) { _mm_prefetch(p + (4 << 10), _MM_HINT_T1); }
@@ -261,7 +266,7 @@ INLINE void multiply_rows_of_bytes(int64_t rows, const FixedRows& r, const char*
 // So many rows at once: sizes of which few functions are made.
 INLINE int64_t fixed_rows_at_once(int64_t left) {
 #if defined(__AVX512F__)
-  return left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+  return left >= FIXED_AT_ONCE ? FIXED_AT_ONCE : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 #else
   const int64_t passes = (left + FIXED_AT_ONCE - 1) / FIXED_AT_ONCE;
   return (left + passes - 1) / passes;
@@ -366,7 +371,7 @@ template <typename T>
 void linear_fixed(const GroupedArgs& g, const Region& region) {
   with_fixed(g.numbers, [&](auto n) {
     typedef decltype(n) N;
-    const bool few = g.linear.m <= FIXED_ROWS;
+    const bool few = g.linear.m <= PACKED_ROWS;
     const Int8Plan<T> plan(g.linear, region.num_threads, few, N::DEPTH);
     float* sums = (float*)region.scratch;
     char* rest = region.scratch + ROW_BLOCK * PANEL * sizeof(float);

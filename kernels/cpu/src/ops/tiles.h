@@ -92,7 +92,7 @@ INLINE void store_sums(float* c, int64_t stride, vec (*acc)[VECTORS]) {
 // B is read front to back, one line after the other: on Zen 4 that streams 32 GB/s from memory on one core, both strips of a
 // word side by side only 10. What it reads ahead by itself ends with a page: prefetches make 8 to 12 rows 1.08 times as fast, and
 // fewer rows, which wait for memory anyway, slower.
-#if defined(__AVX512BF16__) && !defined(PAGEWIRE_AMX)
+#if ON_ZEN_4
 constexpr int LEAST_READ_AHEAD = 8;
 #else
 constexpr int LEAST_READ_AHEAD = 100;  // never: not measured

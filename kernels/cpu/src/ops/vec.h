@@ -4,6 +4,13 @@
 
 typedef uint16_t bf16;
 
+// Zen 4 and 5 are what has instructions for bfloat16 and no tiles: what was measured there holds for this set.
+#if defined(__AVX512BF16__) && !defined(PAGEWIRE_AMX)
+#define ON_ZEN_4 1
+#else
+#define ON_ZEN_4 0
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 #if defined(__AVX512F__)
