@@ -134,17 +134,19 @@ class BlockTables:
         take the block.
         """
         self._slide(sequence)
-        missing = self.num_missing(sequence, num_tokens)
-        if not missing:
+        if not self.num_missing(sequence, num_tokens):
             return True
-        allocated = self._cache.allocate(missing)
+        if not self._is_plain:
+            self._put_empty(sequence)
+        # Asked before: to allocate is to evict, and what continues an evicted block can no longer be found.
+        are_shared = [self._is_read_by_others(sequence, table) for table in sequence.tables]
+        lackings = [max(0, lacking) for lacking in self._lacking(sequence, num_tokens)]
+        allocated = self._cache.allocate(sum(are_shared) + sum(lackings))
         if allocated is None:
             return False
         fresh, at = iter(allocated), sequence.num_computed_tokens // self._block_size
-        if not self._is_plain:
-            self._put_empty(sequence)
-        for table, lacking in zip(sequence.tables, self._lacking(sequence, num_tokens), strict=True):
-            if self._is_read_by_others(sequence, table):
+        for table, is_shared, lacking in zip(sequence.tables, are_shared, lackings, strict=True):
+            if is_shared:
                 shared, own = table[at], next(fresh)
                 copies.append((shared, own))
                 self._copy_sources.append(shared)  # with the sequence's reference

@@ -292,3 +292,25 @@ def test_tokens_equal_the_oracle_with_a_tier() -> None:
     seen = sum(workloads, Counter[str]())
     assert seen["loaded"] >= 8  # 16 to 32 here: it depends on which thread is first
     assert seen["aborted"] >= 5
+
+
+def test_a_copy_is_made_though_taking_its_block_has_evicted_what_was_before_the_source() -> None:
+    """Where all groups slide that forgets the source: a block taken for its copy belonged to nobody."""
+    _run_workload(3787615858, windows=(5,))
+
+
+@pytest.mark.nightly
+def test_thousands_of_workloads_that_are_new_each_night() -> None:
+    """Some faults are met by one in ten thousand. Which seeds are drawn is in the message of what fails."""
+    rng = Random()
+    for _ in range(6000):
+        windows = rng.choice(((None,), (None,), *WINDOWS))
+        is_plain = windows == (None,)
+        options: dict[str, object] = rng.choice(
+            ({"is_async": True}, {"speculates": True}, {"speculates": False}, {"has_draft_model": is_plain})
+        )
+        seed = rng.randrange(2**32)
+        try:
+            _run_workload(seed, windows=windows, **options)  # type: ignore[arg-type]
+        except Exception as error:
+            raise AssertionError(f"_run_workload({seed}, windows={windows}, **{options})") from error
