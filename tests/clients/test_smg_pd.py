@@ -64,7 +64,7 @@ def test_greedy_completion_with_its_kv_from_prefill(client: OpenAI, grpc: Client
     assert again.choices[0].text == wanted.text
     assert again.usage is not None
     assert again.usage.prompt_tokens_details is not None
-    assert again.usage.prompt_tokens_details.cached_tokens == (len(prompt) - 1) // 4 * 4
+    assert again.usage.prompt_tokens_details.cached_tokens == min(len(prompt) // 4 * 4, len(prompt) - 1)
 
 
 @pytest.mark.parametrize("num_words", range(8))

@@ -119,7 +119,7 @@ async def test_whole_block_prompts_twice_f9(client: AsyncClient) -> None:
         again = await client.complete(prompt, max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
         assert again.token_ids == first.token_ids
         assert [x.logprob for x in again.logprobs] == [x.logprob for x in first.logprobs], "bitwise"
-        assert again.usage.cached_tokens == 4 * (blocks - 1)
+        assert again.usage.cached_tokens == 4 * blocks - 1, "all but the last token"
 
 
 async def test_a_client_that_goes_leaves_nothing(client: AsyncClient) -> None:
