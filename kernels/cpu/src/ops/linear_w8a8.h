@@ -33,6 +33,7 @@ void multiply_w8a8(const char* a, int64_t stride, const int32_t* x_sums, const c
     for (int strip = 0; strip < 2; ++strip)
 #pragma GCC unroll 4
       for (int word = 0; word < 16; ++word) {
+        if (ROWS >= LEAST_READ_AHEAD) _mm_prefetch(b + strip * TILE_BYTES + word * 64 + READ_AHEAD, _MM_HINT_T1);
         const __m512i w = _mm512_xor_si512(_mm512_loadu_si512(b + strip * TILE_BYTES + word * 64), flip);
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS; ++i) {
