@@ -31,12 +31,11 @@ class CommonPrefixes:
         if not self._cache.enable_caching or at >= most:
             return None, 0
         self._tables.extend_keys(sequence)
-        size, last = self._cache.block_size, sequence.num_tokens - 1
-        depth = at
+        size, last, depth = self._cache.block_size, sequence.num_tokens - 1, at
         if self._cache.is_cached(sequence.keys[at]):
             depth = self._cache.num_cached_keys(sequence.keys[:most])
         num_found = max(0, min(depth * size, last) - sequence.num_computed_tokens)
-        # For the block of its last token it does not wait: its own is the step's last work in any case.
+        # For the block of its last token nobody waits: to wait costs a step, to compute it beside some tokens.
         return (sequence.keys[depth] if depth < last // size else None), num_found
 
     def take_over(self, sequence: Sequence) -> None:

@@ -306,11 +306,11 @@ def test_thousands_of_workloads_that_are_new_each_night() -> None:
     for _ in range(6000):
         windows = rng.choice(((None,), (None,), *WINDOWS))
         is_plain = windows == (None,)
-        options: dict[str, object] = rng.choice(
+        options: dict[str, bool] = rng.choice(
             ({"is_async": True}, {"speculates": True}, {"speculates": False}, {"has_draft_model": is_plain})
         )
         seed = rng.randrange(2**32)
         try:
-            _run_workload(seed, windows=windows, **options)  # type: ignore[arg-type]
+            _run_workload(seed, windows=windows, **options)
         except Exception as error:
             raise AssertionError(f"_run_workload({seed}, windows={windows}, **{options})") from error
