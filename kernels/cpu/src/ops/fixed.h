@@ -36,11 +36,7 @@ INLINE vec load_signed(const char* p) { return to_floats(_mm512_cvtepi8_epi32(_m
 INLINE void store_int16(int16_t* p, vec x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
 }
-#if defined(__AVX512VNNI__)
-INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return _mm512_dpwssd_epi32(sum, a, b); }
-#else
-INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return add_in_order(sum, _mm512_madd_epi16(a, b)); }
-#endif
+INLINE ivec products(ivec a, ivec b) { return _mm512_madd_epi16(a, b); }
 #else
 typedef __m256i ivec;
 INLINE ivec iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
@@ -65,20 +61,26 @@ INLINE void store_int16(int16_t* p, vec x) {
   const __m256i words = _mm256_cvtps_epi32(x);
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
-INLINE ivec dot_pairs(ivec sum, ivec a, ivec b) { return add_in_order(sum, _mm256_madd_epi16(a, b)); }
+INLINE ivec products(ivec a, ivec b) { return _mm256_madd_epi16(a, b); }
 #endif
 
-// Two neighbours of x in all lanes. GCC 12 loads hundreds of them ahead when it may, and then has them all in memory.
+// sum += q times two neighbours of x, in all lanes. GCC 12 loads hundreds of them ahead when it may, and then has them all in memory.
 typedef int32_t __attribute__((may_alias)) Pair;
-INLINE ivec broadcast_pair(const int16_t* x) {
+#if defined(__AVX512VNNI__)
+INLINE void add_products(ivec& sum, ivec q, const int16_t* x) {
+  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(q), "m"(*(const Pair*)x));
+}
+#else
+INLINE void add_products(ivec& sum, ivec q, const int16_t* x) {
   ivec pairs;
 #if defined(__AVX512F__)
   asm("vpbroadcastd %1, %0" : "=v"(pairs) : "m"(*(const Pair*)x));
 #else
   asm("vpbroadcastd %1, %0" : "=x"(pairs) : "m"(*(const Pair*)x));
 #endif
-  return pairs;
+  sum = add_in_order(sum, products(q, pairs));
 }
+#endif
 
 template <int N>
 INLINE ivec shifted16(ivec v) {  // to the left, or right if N is negative
@@ -156,11 +158,11 @@ struct FixedBytes {
   }
   static int32_t at(const char* unit, int64_t k) { return (signed char)unit[k / 4 * 64 + k % 4]; }
 };
-// What another's pairs are spread out to.
-template <typename N>
+// What pairs are spread out to.
+template <int64_t DEPTH_, bool GROUPS_OF_16_>
 struct FixedSpread {
-  static constexpr int64_t DEPTH = N::DEPTH, UNIT_BYTES = 16 * 64;
-  static constexpr bool PACKED = false, NIBBLES = false, GROUPS_OF_16 = N::GROUPS_OF_16;
+  static constexpr int64_t DEPTH = DEPTH_, UNIT_BYTES = 16 * 64;
+  static constexpr bool PACKED = false, NIBBLES = false, GROUPS_OF_16 = GROUPS_OF_16_;
   template <int P>
   INLINE ivec pair(const char* unit, int v) { return iload(unit + P * 64 + v * W * 4); }
 };

@@ -122,14 +122,14 @@ struct PairSums {
         const ivec q = N::template pair_in_place<P>(unit, v);
         for (int i = 0; i < ROWS; ++i) {
           ivec& sum = P % 2 ? odd[i][v] : even[i][v];
-          sum = dot_pairs(sum, q, broadcast_pair(x + i * N::DEPTH + P * 2));
+          add_products(sum, q, x + i * N::DEPTH + P * 2);
         }
       } else {
         const ivec q = N::template pair<P>(unit, v);
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS; ++i) {
           ivec& sum = P % CHAINS<ROWS> ? more[P % CHAINS<ROWS>][i][v] : even[i][v];
-          sum = dot_pairs(sum, q, broadcast_pair(x + i * N::DEPTH + P * 2));
+          add_products(sum, q, x + i * N::DEPTH + P * 2);
         }
       }
     }
@@ -166,9 +166,9 @@ INLINE void prefetch_unit(const char* unit) {
     for (int64_t i = 0; i < N::UNIT_BYTES; i += 64) prefetch_packed(unit + i);
 }
 
-// Both strips of one block: total [ROWS][32] += . `b`: its packed words.
-template <typename N, int ROWS>
-void multiply_fixed(const FixedRows& r, const BlockScales& s, const char* b, int64_t flush, float* total) {
+// Both strips of one block: total [ROWS][32] += . `b`: its packed words. FLUSH is known here, so that sums stay in registers.
+template <typename N, int ROWS, int FLUSH>
+void multiply_fixed(const FixedRows& r, const BlockScales& s, const char* b, float* total) {
   typedef std::make_integer_sequence<int, 8> Half;
   for (int strip = 0; strip < 2; ++strip) {
     vec part[ROWS][VECTORS];
@@ -180,10 +180,10 @@ void multiply_fixed(const FixedRows& r, const BlockScales& s, const char* b, int
     const int32_t* starts = r.starts;
     const float* sums = r.sums;
     int64_t g = strip * 16;
-    for (int64_t k = 0; k < N::DEPTH; k += flush, g += PANEL, starts += r.num_rows, sums += r.num_rows) {
+    for (int64_t k = 0; k < N::DEPTH; k += FLUSH, g += PANEL, starts += r.num_rows, sums += r.num_rows) {
       PairSums<N, ROWS> pairs;
       pairs.start(starts);
-      if (N::GROUPS_OF_16 && flush == 16) {
+      if constexpr (FLUSH == 16) {
         if (k % 32 == 0) {
           prefetch_unit<N, ROWS>(b);
           pairs.template add_half<0>(x, b, Half());
@@ -192,7 +192,7 @@ void multiply_fixed(const FixedRows& r, const BlockScales& s, const char* b, int
           x += 32, b += N::UNIT_BYTES;
         }
       } else {
-        for (int64_t unit = 0; unit < flush; unit += 32, x += 32, b += N::UNIT_BYTES) {
+        for (int64_t unit = 0; unit < FLUSH; unit += 32, x += 32, b += N::UNIT_BYTES) {
           prefetch_unit<N, ROWS>(b);
           pairs.template add_half<0>(x, b, Half());
           pairs.template add_half<8>(x, b, Half());
@@ -226,7 +226,7 @@ constexpr int64_t SPREAD_BLOCKS = 2;
 // The same over some blocks of bytes without scales, spread out: the totals stay in registers.
 template <int ROWS>
 void multiply_bytes(const FixedRows& r, const char* b, int64_t num_blocks, float* total) {
-  typedef FixedSpread<FixedBytes> N;
+  typedef FixedSpread<FixedBytes::DEPTH, FixedBytes::GROUPS_OF_16> N;
   typedef std::make_integer_sequence<int, 8> Half;
   constexpr int64_t UNITS = N::DEPTH / 32;
   for (int strip = 0; strip < 2; ++strip) {
@@ -273,20 +273,29 @@ INLINE int64_t fixed_rows_at_once(int64_t left) {
 #endif
 }
 
+template <typename N, int FLUSH>
+INLINE void multiply_fixed_rows(int64_t rows, const FixedRows& r, const BlockScales& s, const char* b, float* total) {
+  switch (rows) {
+    case 1: return multiply_fixed<N, 1, FLUSH>(r, s, b, total);
+    case 2: return multiply_fixed<N, 2, FLUSH>(r, s, b, total);
+    case 4: return multiply_fixed<N, 4, FLUSH>(r, s, b, total);
+#if defined(__AVX512F__)
+    case 8: return multiply_fixed<N, 8, FLUSH>(r, s, b, total);
+    case 12: return multiply_fixed<N, 12, FLUSH>(r, s, b, total);
+#else
+    case 3: return multiply_fixed<N, 3, FLUSH>(r, s, b, total);
+#endif
+  }
+}
+
 template <typename N>
 INLINE void multiply_fixed_rows(int64_t rows, const FixedRows& r, const BlockScales& s, const char* b, int64_t flush,
                                 float* total) {
-  switch (rows) {
-    case 1: return multiply_fixed<N, 1>(r, s, b, flush, total);
-    case 2: return multiply_fixed<N, 2>(r, s, b, flush, total);
-    case 4: return multiply_fixed<N, 4>(r, s, b, flush, total);
-#if defined(__AVX512F__)
-    case 8: return multiply_fixed<N, 8>(r, s, b, flush, total);
-    case 12: return multiply_fixed<N, 12>(r, s, b, flush, total);
-#else
-    case 3: return multiply_fixed<N, 3>(r, s, b, flush, total);
-#endif
-  }
+  if constexpr (N::GROUPS_OF_16)
+    if (flush == 16) return multiply_fixed_rows<N, 16>(rows, r, s, b, total);
+  if (flush == 32) return multiply_fixed_rows<N, 32>(rows, r, s, b, total);
+  if (N::DEPTH == 64 || flush == 64) return multiply_fixed_rows<N, 64>(rows, r, s, b, total);
+  if constexpr (N::DEPTH == 128) multiply_fixed_rows<N, 128>(rows, r, s, b, total);
 }
 
 template <typename N, int... P>
@@ -333,7 +342,7 @@ void fixed_task(const GroupedArgs& g, const Int8Plan<T>& plan, int64_t task, boo
         if (few) {
           multiply_fixed_rows<N>(rows, r, block_scales, b, g.flush, sums + row * PANEL);
         } else {
-          multiply_fixed_rows<FixedSpread<N>>(rows, r, block_scales, tiles, g.flush, sums + row * PANEL);
+          multiply_fixed_rows<FixedSpread<N::DEPTH, N::GROUPS_OF_16>>(rows, r, block_scales, tiles, g.flush, sums + row * PANEL);
         }
         row += rows;
       }
