@@ -33,8 +33,13 @@ INLINE ivec iadd(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
 INLINE vec to_floats(ivec v) { return _mm512_cvtepi32_ps(v); }
 INLINE vec load_unsigned(const char* p) { return to_floats(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 INLINE vec load_signed(const char* p) { return to_floats(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
-INLINE void store_int16(int16_t* p, vec x) {
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+typedef __m256i shorts;  // W of 16 bits
+INLINE shorts to_shorts(vec x) { return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)); }
+INLINE shorts in_order(shorts v, __m128i order) { return _mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(order)); }
+INLINE void store_shorts(int16_t* p, shorts v) { _mm256_storeu_si256((__m256i*)p, v); }
+INLINE __m128i sum_pairs(shorts v) {  // 4 sums of 4
+  const __m256i pairs = _mm256_madd_epi16(v, _mm256_set1_epi16(1));
+  return _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
 }
 INLINE ivec products(ivec a, ivec b) { return _mm512_madd_epi16(a, b); }
 #else
@@ -57,10 +62,14 @@ INLINE ivec iadd(ivec a, ivec b) { return _mm256_add_epi32(a, b); }
 INLINE vec to_floats(ivec v) { return _mm256_cvtepi32_ps(v); }
 INLINE vec load_unsigned(const char* p) { return to_floats(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 INLINE vec load_signed(const char* p) { return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
-INLINE void store_int16(int16_t* p, vec x) {
+typedef __m128i shorts;  // W of 16 bits
+INLINE shorts to_shorts(vec x) {
   const __m256i words = _mm256_cvtps_epi32(x);
-  _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  return _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
+INLINE shorts in_order(shorts v, __m128i order) { return _mm_shuffle_epi8(v, order); }
+INLINE void store_shorts(int16_t* p, shorts v) { _mm_storeu_si128((__m128i*)p, v); }
+INLINE __m128i sum_pairs(shorts v) { return _mm_madd_epi16(v, _mm_set1_epi16(1)); }
 INLINE ivec products(ivec a, ivec b) { return _mm256_madd_epi16(a, b); }
 #endif
 
@@ -196,26 +205,24 @@ INLINE void with_fixed(int numbers, F&& f) {
   }
 }
 
-// One block of a row, of which `size` numbers are there; returns 2^e. A block with an infinity or a NaN gets a NaN for it.
-template <typename T>
-INLINE float fix_block(const T* x, int64_t size, int64_t depth, int16_t* out) {
-  const float largest = size > 0 ? largest_magnitude(x, size) : 0.0f;
-  uint32_t bits;
-  __builtin_memcpy(&bits, &largest, 4);
-  const uint32_t exponent = larger(bits >> 23, 15);
-  if (exponent == 255) {
-    for (int64_t i = 0; i < depth; ++i) out[i] = 0;
-    return __builtin_nanf("");
-  }
-  const uint32_t scale_bits = (exponent - 14) << 23, inverse_bits = (268 - exponent) << 23;
+// 2^e of a block of a row, of which `size` numbers are there, and 2^-e; a NaN where there is an infinity or a NaN.
+struct FixedPower {
   float scale, inverse;
-  __builtin_memcpy(&scale, &scale_bits, 4);
-  __builtin_memcpy(&inverse, &inverse_bits, 4);
-  for (int64_t i = 0; i < depth; i += W) store_int16(out + i, i < size ? vmul(load_some(x + i, size - i), vset(inverse)) : vzero());
-  return scale;
-}
 
-// Rows in fixed point; see FixedRowsArgs.
+  template <typename T>
+  FixedPower(const T* x, int64_t size) {
+    const float largest = size > 0 ? largest_magnitude(x, size) : 0.0f;
+    uint32_t bits;
+    __builtin_memcpy(&bits, &largest, 4);
+    const uint32_t exponent = larger(bits >> 23, 15);
+    const uint32_t scale_bits = exponent == 255 ? 0x7fc00000 : (exponent - 14) << 23, inverse_bits = (268 - exponent) << 23;
+    __builtin_memcpy(&scale, &scale_bits, 4);
+    __builtin_memcpy(&inverse, &inverse_bits, 4);
+  }
+  bool is_finite() const { return scale == scale; }
+};
+
+// Rows in fixed point; see FixedRowsArgs. A block that isn't finite is zeros times a NaN.
 template <typename T>
 void fixed_rows(const FixedRowsArgs& a, const Region& region) {
   with_fixed(a.numbers, [&](auto n) {
@@ -227,17 +234,24 @@ void fixed_rows(const FixedRowsArgs& a, const Region& region) {
       const T* x = (const T*)a.x + row * a.x_stride;
       int64_t g = row;
       for (int64_t k = 0; k < a.depth; k += N::DEPTH) {
-        const int64_t place = k / N::DEPTH * a.num_rows + row;
+        const int64_t place = k / N::DEPTH * a.num_rows + row, size = smaller(N::DEPTH, a.size - k);
         int16_t* out = a.out + place * N::DEPTH;
-        a.scales[place] = fix_block(x + k, smaller(N::DEPTH, a.size - k), N::DEPTH, out);
-        for (int64_t i = 0; i < N::DEPTH; i += a.flush, g += a.num_rows) {
-          int32_t sum = 0;
-          for (int64_t j = i; j < i + a.flush; ++j) sum += out[j];
+        const FixedPower power(x + k, size);
+        const int64_t there = power.is_finite() ? size : 0;
+        a.scales[place] = power.scale;
+        for (int64_t i = 0; i < N::DEPTH; g += a.num_rows) {
+          __m128i sums = _mm_setzero_si128();
+          for (const int64_t end = i + a.flush; i < end; i += W) {
+            const vec y = i < there ? vmul(load_some(x + k + i, there - i), vset(power.inverse)) : vzero();
+            const shorts fixed = to_shorts(y);
+            store_shorts(out + i, in_order(fixed, order));
+            sums = _mm_add_epi32(sums, sum_pairs(fixed));
+          }
+          sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
+          const int32_t sum = _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 1);
           a.starts[g] = N::START * sum;
           a.sums[g] = (float)sum;
         }
-        for (int64_t i = 0; i < N::DEPTH; i += 8)
-          _mm_storeu_si128((__m128i*)(out + i), _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(out + i)), order));
       }
     }
   });
