@@ -58,7 +58,7 @@ def test_streamed_chat(client: OpenAI, grpc: Client) -> None:
     assert whole.choices[0].message.content == wanted.text
     *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted.text
-    assert len(chunks) > 5
+    assert len(chunks) > 3  # the role, texts (of several tokens on a busy machine), the end
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     assert last.usage is not None
     assert last.usage.completion_tokens == len(wanted.token_ids)
