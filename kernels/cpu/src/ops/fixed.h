@@ -175,6 +175,8 @@ struct FixedSpread {
   template <int P>
   INLINE ivec pair(const char* unit, int v) { return iload(unit + P * 64 + v * W * 4); }
 };
+template <typename N>
+using SpreadOf = FixedSpread<N::DEPTH, N::GROUPS_OF_16>;
 
 // Whether the op of T goes this way: bfloat16 loses nothing by it where there are no tiles for it (linear_tiles.h).
 template <typename T>

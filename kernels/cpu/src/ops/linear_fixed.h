@@ -226,7 +226,7 @@ constexpr int64_t SPREAD_BLOCKS = 2;
 // The same over some blocks of bytes without scales, spread out: the totals stay in registers.
 template <int ROWS>
 void multiply_bytes(const FixedRows& r, const char* b, int64_t num_blocks, float* total) {
-  typedef FixedSpread<FixedBytes::DEPTH, FixedBytes::GROUPS_OF_16> N;
+  typedef SpreadOf<FixedBytes> N;
   typedef std::make_integer_sequence<int, 8> Half;
   constexpr int64_t UNITS = N::DEPTH / 32;
   for (int strip = 0; strip < 2; ++strip) {
@@ -342,7 +342,7 @@ void fixed_task(const GroupedArgs& g, const Int8Plan<T>& plan, int64_t task, boo
         if (few) {
           multiply_fixed_rows<N>(rows, r, block_scales, b, g.flush, sums + row * PANEL);
         } else {
-          multiply_fixed_rows<FixedSpread<N::DEPTH, N::GROUPS_OF_16>>(rows, r, block_scales, tiles, g.flush, sums + row * PANEL);
+          multiply_fixed_rows<SpreadOf<N>>(rows, r, block_scales, tiles, g.flush, sums + row * PANEL);
         }
         row += rows;
       }
