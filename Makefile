@@ -91,8 +91,9 @@ $(PEERS)/vllm/.nixl: $(PEERS)/vllm/.ready
 
 # Every step leaves a mark, so that a run that was cut short goes on; `make bench-again` forgets them.
 DONE := $(PEERS)/done
-bench:  ## all of pagewire's goals on the CPU beside its peers, about an hour
-	$(MAKE) -j1 $(addprefix $(DONE)/, engine llama shared interference peer peer-interference growth relay startup)
+MEASURED := engine engine-demo floor kernels llama shared interference peer peer-interference growth relay startup
+bench:  ## all of pagewire's goals on the CPU beside its peers, about 75 minutes
+	$(MAKE) -j1 $(addprefix $(DONE)/, $(MEASURED))
 	$(BIN)/python -m bench.served --report --plot bench/served.png
 
 bench-again:  ## the next `make bench` measures everything
@@ -101,6 +102,15 @@ bench-again:  ## the next `make bench` measures everything
 $(DONE)/engine: | $(DONE)
 	$(MAKE) bench-quick
 	@touch $@
+
+$(DONE)/engine-demo: $(PEERS)/vllm/.ready | $(DONE)
+	$(BIN)/python -m bench.peers.compare --peer $(PEERS)/vllm --work $(PEERS) --model demo --csv bench/peers_demo.csv && touch $@
+
+$(DONE)/floor: | $(DONE)
+	$(BIN)/python -m bench.step_floor --work $(PEERS) --csv bench/step_floor.csv && touch $@
+
+$(DONE)/kernels: | $(DONE)
+	$(BIN)/python bench/kernels_cpu.py --quick --out bench/kernels_cpu.csv && touch $@
 
 $(DONE)/llama: | $(DONE)
 	$(MAKE) bench-llama
@@ -117,7 +127,7 @@ $(DONE)/relay: | $(DONE)
 	$(BIN)/python -m bench.router_relay --csv bench/router_relay.csv && touch $@
 
 $(DONE)/startup: | $(DONE)
-	$(BIN)/python -m bench.startup --csv bench/startup.csv && touch $@
+	$(BIN)/python -m bench.startup --work $(PEERS) --csv bench/startup.csv && touch $@
 
 $(DONE): $(VENV)/.dev $(VENV)/.native
 	@mkdir -p $@

@@ -7,9 +7,9 @@
 A ratio above 1 means that native is faster. A product's peer is the fastest at its shape (`peer`) of oneDNN and MKL
 with weights that they packed ahead and torch's own; for bfloat16 the same in float32 counts too, which processors
 without instructions for bfloat16 compute faster. int8 (weights only, and activations too) goes against native bfloat16,
-attention against torch. `floor` is the time over bytes / bandwidth (1.0: at the memory's limit); it means something
-where few rows are computed. Other load on the machine shows in the spread of the ratios. ONEDNN_VERBOSE=1 shows what
-oneDNN runs.
+attention and the small ops (bench/small_ops.py) against torch. `floor` is the time over bytes / bandwidth (1.0: at the
+memory's limit); it means something where few rows are computed. Other load on the machine shows in the spread of the
+ratios. ONEDNN_VERBOSE=1 shows what oneDNN runs.
 """
 
 import argparse
@@ -18,8 +18,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, fields
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import kernels.cpu
 from bench.machine import processor
+from bench.paired_calls import Bench, Point, compare, timed
+from bench.small_ops import small_points
 from kernels.cpu import Extension
 from kernels.cpu.attention import NativePlan
 from kernels.cpu.native import NativeKernels
@@ -40,9 +42,9 @@ from kernels.paged import AttentionPlan, PagedBatch, plan_attention
 from kernels.tiled import TiledKernels
 
 COLD_BYTES = 128 << 20  # weights cycled through, so that none is still in a cache
-SPIN_SECONDS = 0.02  # OpenMP's threads spin for some milliseconds after a product
 MOST_WIDENED = 1 << 16  # rows of a bfloat16 weight that is tried in float32 too: more are too many bytes
 
+OPS = ("linear", "attention", "small")
 LINEARS = {  # name: (out, in) of Qwen2-0.5B and Gemma 3 270M
     "qwen qkv": (1152, 896),
     "qwen o": (896, 896),
@@ -54,67 +56,6 @@ LINEARS = {  # name: (out, in) of Qwen2-0.5B and Gemma 3 270M
     "gemma gate_up": (4096, 640),
     "gemma down": (640, 2048),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    op: str
-    dtype: str
-    rows: int
-    peer: str
-    native_us: float
-    other_us: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    gigabytes_per_second: float
-    gigaflops: float
-    floor: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """How to time. `bandwidth` in bytes per second; `clock` the wall's, or this thread's CPU time."""
-
-    pairs: int
-    bandwidth: float
-    clock: Callable[[], float]
-
-
-def timed(clock: Callable[[], float], call: Callable[[int], object], count: int) -> float:
-    """Seconds per call of call(0), call(1) ...
-
-    The other's threads have stopped spinning by then, and one untimed call has woken this one's.
-    """
-    time.sleep(SPIN_SECONDS)
-    call(0)
-    start = clock()
-    for index in range(count):
-        call(index)
-    return (clock() - start) / count
-
-
-def compare(
-    bench: Bench, op: str, dtype: str, rows: int,
-    native: Callable[[int], object], peers: Mapping[str, Callable[[int], object]], *, num_bytes: int, flops: int,
-) -> Point:  # fmt: skip
-    """`pairs` interleaved pairs of native and the fastest of its peers, each long enough to time."""
-    once = max(timed(bench.clock, native, 1), timed(bench.clock, native, 1), 1e-6)
-    tried = {name: (timed(bench.clock, call, 1), timed(bench.clock, call, 3))[1] for name, call in peers.items()}
-    peer = min(tried, key=tried.__getitem__)
-    other = peers[peer]
-    count = max(1, min(200, int(0.03 / once)))
-    natives, others = [], []
-    for _ in range(bench.pairs):
-        natives.append(timed(bench.clock, native, count))
-        others.append(timed(bench.clock, other, max(1, count // 2)))
-    ratios = sorted(o / n for n, o in zip(natives, others, strict=True))
-    best = statistics.median(natives)
-    return Point(
-        op, dtype, rows, peer, best * 1e6, statistics.median(others) * 1e6,
-        statistics.median(ratios), ratios[0], ratios[-1],
-        num_bytes / best / 1e9, flops / best / 1e9, best / (num_bytes / bench.bandwidth),
-    )  # fmt: skip
 
 
 def linear_peers(weight: Tensor, rows: int, copies: int) -> dict[str, list[Callable[[Tensor], Tensor]]]:
@@ -220,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="about a minute")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32", "int8", "w8a8"], help="of the products")
     parser.add_argument("--rows", type=int, nargs="+", help="of the products")
     parser.add_argument("--out", type=Path, help="write a CSV")
@@ -249,9 +191,13 @@ def main() -> None:
         f"{'op':<18}{'dtype':<10}{'rows':>5} {'peer':<16}{'native us':>11}{'other us':>11}{'ratio':>7}"
         f"{'GB/s':>7}{'GFLOP/s':>9}{'floor':>7}"
     )
-    attention = attention_points(bench, native, TiledKernels(threads))
-    for source in (linear_points(bench, extension, row_counts, options.dtypes), attention):
-        for p in source:
+    sources = {
+        "linear": lambda: linear_points(bench, extension, row_counts, options.dtypes),
+        "attention": lambda: attention_points(bench, native, TiledKernels(threads)),
+        "small": lambda: small_points(bench, native),
+    }
+    for name in options.ops:
+        for p in sources[name]():
             points.append(p)
             print(
                 f"{p.op:<18}{p.dtype:<10}{p.rows:>5} {p.peer:<16}{p.native_us:>11.0f}{p.other_us:>11.0f}{p.ratio:>7.2f}"

@@ -6,11 +6,14 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """The CPU's name."""
+    """The CPU's name, with family and model: a name may stand for several generations."""
+    found: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    if "model name" not in found:
+        return platform.processor()
+    return f"{found['model name']} (family {found['cpu family']}, model {found['model']})"
 
 
 def describe() -> dict[str, str]:

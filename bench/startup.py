@@ -1,8 +1,9 @@
 """What `pagewire up` costs until it is ready and what it keeps in memory: `python -m bench.startup [--csv FILE]`.
 
-CPU seconds (user + system) of each process when the ready line comes: a busy machine changes them less than the time on
-the wall. Memory is PSS after a few prompts, as if nothing else ran here: a page that several of its processes map
-counts once, in parts. Mapped weights are shown apart from what a process has of its own. The goal (MB = 10^6 bytes) is
+Seconds until the ready line comes (of `all`), and CPU seconds (user + system) of each process by then: a busy machine
+changes them less. Memory is PSS after a few prompts, as if nothing else ran here: a page that several of its processes
+map counts once, in parts. Mapped weights are shown apart from what a process has of its own. The goal (MB = 10^6 bytes)
+is
 
     1.15 x the weights' bytes + 350 MB for each worker + 150 MB for the router        (KV pools not allowed for)
 """
@@ -12,6 +13,7 @@ import csv
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from bench.machine import describe
+from bench.peers.model import make_qwen2_shape
 from engine.cache_dir import default_cache_dir
 from pagewire import Client
 from pagewire.cli.model import resolve_model
@@ -80,13 +83,27 @@ def shares(held: Mapping[str, tuple[int, Mapping[str, int]]], weights: Sequence[
     return found
 
 
-def measure(model: Path, flags: Sequence[str]) -> tuple[str, list[Process]]:
-    """(the ready line, the processes) of one run."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One start: the seconds on the wall until the ready line, and the processes."""
+
+    seconds: float
+    processes: list[Process]
+
+    @property
+    def cpu_seconds(self) -> float:
+        return sum(each.cpu_seconds for each in self.processes)
+
+
+def measure(model: Path, flags: Sequence[str]) -> Run:
+    """Starts the system, asks it something, and stops it."""
     command = [sys.executable, "-m", "pagewire", "up", "--model", str(model), "--port", "0", *flags]
+    started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             ready = process.stdout.readline().strip()
+            seconds = time.perf_counter() - started
             if not ready:
                 raise SystemExit("pagewire up did not get ready")
             found = roles(psutil.Process(process.pid))
@@ -99,11 +116,12 @@ def measure(model: Path, flags: Sequence[str]) -> tuple[str, list[Process]]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
-    return ready, [Process(role, times[role].user + times[role].system, *memory[role]) for role in found]
+    return Run(seconds, [Process(role, times[role].user + times[role].system, *memory[role]) for role in found])
 
 
-def rows(model: Path, processes: Sequence[Process]) -> list[dict[str, str]]:
+def rows(model: Path, run: Run) -> list[dict[str, str]]:
     """A row for each process, for the mapped weights and for all together; goals where there are any."""
+    processes = run.processes
     stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     weights_goal = WEIGHTS_FACTOR * stored / MB
     weights, own = sum(each.weights_pss for each in processes), sum(each.own_pss for each in processes)
@@ -111,33 +129,44 @@ def rows(model: Path, processes: Sequence[Process]) -> list[dict[str, str]]:
         (each.role, f"{each.cpu_seconds:.2f}", each.own_pss / MB, OWN_GOALS_MB.get(each.role)) for each in processes
     ]
     table.append(("mapped weights", "", weights / MB, weights_goal))
-    total_cpu = sum(each.cpu_seconds for each in processes)
-    table.append(("all", f"{total_cpu:.2f}", (weights + own) / MB, weights_goal + sum(OWN_GOALS_MB.values())))
-    return [
+    table.append(("all", f"{run.cpu_seconds:.2f}", (weights + own) / MB, weights_goal + sum(OWN_GOALS_MB.values())))
+    numbers = [
         {"what": what, "cpu_s": cpu, "pss_mb": f"{held:.0f}", "goal_mb": "" if goal is None else f"{goal:.0f}"}
         for what, cpu, held, goal in table
     ]
+    return [{**row, "ready_s": f"{run.seconds:.2f}" if row["what"] == "all" else ""} for row in numbers]
+
+
+def best_run(model: Path, rounds: int, flags: Sequence[str]) -> Run:
+    """The first run, which may pack weights, doesn't count."""
+    runs = []
+    for number in range(rounds + 1):
+        runs.append(run := measure(model, flags))
+        note = "" if number else " (not counted)"
+        print(f"{model.name}: ready after {run.seconds:.2f} s, {run.cpu_seconds:.2f} s of CPU{note}", flush=True)
+    return min(runs[1:], key=lambda run: run.cpu_seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
+    parser.add_argument(
+        "--models", nargs="+", default=["demo", "qwen"], help="qwen: Qwen2-0.5B's shape, made in --work"
+    )
+    parser.add_argument("--work", type=Path, default=Path(".peers"), help="for the model")
     parser.add_argument("--rounds", type=int, default=3, help="the one with the fewest CPU seconds counts")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("flags", nargs="*", help="more flags of `pagewire up`, after --")
     arguments = parser.parse_args()
     machine = describe()
-    model = resolve_model(arguments.model)
-    runs = []
-    for number in range(arguments.rounds + 1):
-        ready, processes = measure(model, arguments.flags)
-        print(ready, f"({sum(each.cpu_seconds for each in processes):.2f} s of CPU)", "" if number else "(not counted)")
-        runs.append(processes)
-    best = min(runs[1:], key=lambda processes: sum(each.cpu_seconds for each in processes))
-    table = [{**machine, "model": model.name, **row} for row in rows(model, best)]
-    print(f"{'':16}{'CPU s':>8}{'PSS MB':>8}{'goal':>8}")
+    table = []
+    for name in arguments.models:
+        model = make_qwen2_shape(arguments.work / "qwen2-0.5b-shape") if name == "qwen" else resolve_model(name)
+        run = best_run(model, arguments.rounds, arguments.flags)
+        table += [{**machine, "model": model.name, **row} for row in rows(model, run)]
+    print(f"{'':18}{'':16}{'CPU s':>8}{'PSS MB':>8}{'goal':>8}{'ready s':>8}")
     for row in table:
-        print(f"{row['what']:16}{row['cpu_s']:>8}{row['pss_mb']:>8}{row['goal_mb']:>8}")
+        numbers = (row[name] for name in ("cpu_s", "pss_mb", "goal_mb", "ready_s"))
+        print(f"{row['model']:18}{row['what']:16}" + "".join(f"{number:>8}" for number in numbers))
     if arguments.csv is not None:
         with arguments.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(table[0]), lineterminator="\n")

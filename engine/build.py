@@ -157,6 +157,8 @@ def _build_parts(
     backing = "memfd" if is_mapped else options.kv_pool_backing
     staged = kernels.NAME == "triton"  # in the interpreter too: the host then has the pool as a device would
     memory = KvMemory(layout, size.num_blocks, backing, kernels.device, groups, staged=staged)
+    if options.kv_cache_prefault:
+        memory.prefault(threads)
     pool = BlockPool(
         size.num_blocks,
         enable_caching=options.enable_prefix_caching,

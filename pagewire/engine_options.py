@@ -89,6 +89,12 @@ class EngineOptions(Frozen):
         gt=0,
         le=1,
     )
+    kv_cache_prefault: bool = option(
+        False,
+        "Give the whole KV pool its memory at the start, which takes a moment for each GiB: no page faults while "
+        "serving, and memory that isn't there shows at once. A pool on cuda has it anyway.",
+        panel=_ENGINE,
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "On cuda: part of the GPU's memory for weights, activations and KV pool together. The pool gets what a "

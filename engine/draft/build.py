@@ -35,21 +35,25 @@ class LoadedDraft:
     """A draft model that fits the served one.
 
     `cost`: bytes of weights that a token's forward reads, relative to it; `replays`: its steps run from a record where
-    they can.
+    they can. `prefault_threads`: as many give its memory its pages at the start; 0: pages come as they are written.
     """
 
     model: Decoder
     layout: KvLayout
     cost: float
     replays: bool
+    prefault_threads: int
 
     def start(
         self, num_blocks: int, generations: NDArray[np.uint64], config: SpeculativeConfig, target: ServedConfig
     ) -> Drafter:
         """With KV memory for each block of the pool, whose `generations` these are."""
         forward = replaying(self.model, MAX_ROWS) if self.replays else None
+        memory = KvMemory(self.layout, num_blocks)
+        if self.prefault_threads:
+            memory.prefault(self.prefault_threads)
         return Drafter(
-            DraftRunner(self.model, KvMemory(self.layout, num_blocks), target.eos_token_ids, forward),
+            DraftRunner(self.model, memory, target.eos_token_ids, forward),
             DraftBook(self.layout.block_size, generations),
             max_position=self.model.config.max_position,
             max_catch_up_tokens=config.max_catch_up_tokens,
@@ -78,7 +82,8 @@ def load_draft(
     layout = KvLayout.of(config, options.block_size, kv_format=kv_format)
     cost = model.num_bytes_read / target.model.num_bytes_read
     logger.info("draft model %s: a token reads %.0f%% of the bytes that the served model's does", path, 100 * cost)
-    return LoadedDraft(model, layout, cost, replays=not options.enforce_eager)
+    prefault_threads = threads if options.kv_cache_prefault else 0
+    return LoadedDraft(model, layout, cost, not options.enforce_eager, prefault_threads)
 
 
 def _check_vocabulary(draft: ModelConfig, target: ServedConfig) -> None:

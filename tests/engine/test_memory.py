@@ -3,10 +3,12 @@
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from engine.memory import Backing, KvLayout, KvMemory
 
@@ -19,6 +21,14 @@ def memory(request: pytest.FixtureRequest) -> Iterator[KvMemory]:
     memory = KvMemory(LAYOUT, 5, request.param)
     yield memory
     memory.close()
+
+
+def resident_bytes(buffer: NDArray[np.uint8]) -> int:
+    """Of its pages, by the kernel's own table."""
+    with Path("/proc/self/pagemap").open("rb") as table:
+        table.seek(buffer.ctypes.data // mmap.PAGESIZE * 8)
+        entries = np.frombuffer(table.read(buffer.nbytes // mmap.PAGESIZE * 8), dtype=np.uint64)
+    return int(np.count_nonzero(entries >> np.uint64(63))) * mmap.PAGESIZE
 
 
 def test_block_bytes_and_layout_id() -> None:
@@ -50,6 +60,17 @@ def test_copy_block(memory: KvMemory) -> None:
     memory.copy_block(1, 3)
     assert (memory.buffer[3] == memory.buffer[1]).all()
     assert not memory.buffer[[0, 2, 4]].any()
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_prefaulted_memory_is_there_and_all_zero(backing: Backing, num_threads: int) -> None:
+    memory = KvMemory(LAYOUT, 8_192, backing)
+    assert resident_bytes(memory.buffer) == 0
+    memory.prefault(num_threads)
+    assert resident_bytes(memory.buffer) == memory.buffer.nbytes
+    assert not memory.buffer.any()
+    memory.close()
 
 
 def test_address_is_that_of_the_buffer(memory: KvMemory) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.memory import KvMemory
 from pagewire.config import EngineOptions
 from tests.engine.draft.test_engine import BLOCK_BYTES, options_of, with_draft
 from tests.tiny_models import make_tiny_model
@@ -75,3 +76,12 @@ def test_memory_is_shared_between_both(model: Path) -> None:
         assert engine.memory.layout.block_bytes == BLOCK_BYTES
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("prefault", [False, True])
+def test_both_pools_are_prefaulted_if_asked(model: Path, monkeypatch: pytest.MonkeyPatch, *, prefault: bool) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(KvMemory, "prefault", lambda memory, threads: asked.append((memory.num_blocks, threads)))
+    options = with_draft(options_of(model), model).model_copy(update={"kv_cache_prefault": prefault, "cpu_threads": 1})
+    Engine(options).close()
+    assert asked == ([(43, 1)] * 2 if prefault else [])
