@@ -169,6 +169,7 @@ def _valid(target: Target) -> tuple[dict[str, list[Message]], dict[str, list[Any
             chat=inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")]),
             sampling=sampling,
         ),
+        inference_pb2.TokenizeRequest(text="the"), inference_pb2.DetokenizeRequest(token_ids=PROMPT),
         types_pb2.ChoiceState(choice=0, output_token_ids=[20, 21]),
         transfer_pb2.AttachRequest(ticket=ticket, worker_id="d0"), transfer_pb2.ReleaseRequest(ticket=ticket, epoch=1),
         *(transfer_pb2.PullRequest(ticket=ticket, epoch=1, plane=plane) for plane in (1, 2, 4)),
